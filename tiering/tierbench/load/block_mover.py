@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import threading
 from array import array
 from collections import deque
@@ -19,6 +18,7 @@ from tiering.storage.latencies import LatencyHistogram
 from tiering.storage.request import FilePiece
 from tiering.storage.tickets import Ticket
 from tiering.tierbench.load.block_order import BlockOrder, BlockRange
+from tiering.tierbench.load.countdown import Countdown
 from tiering.tierbench.load.work_files import WorkFiles
 from tiering.tierbench.result import Settings
 from tiering.tierbench.words import ReadWrite, is_random, reads, writes
@@ -100,7 +100,7 @@ class Lane:
         self,
         orders: dict[str, BlockOrder],
         stop: threading.Event,
-        finished: queue.SimpleQueue[None],
+        running: Countdown,
         once: bool,
     ) -> None:
         """Keep requests in flight until ``stop``, or with ``once`` for one pass. Stores an exception in ``error``."""
@@ -110,7 +110,7 @@ class Lane:
             self.error = error
             stop.set()
         finally:
-            finished.put(None)
+            running.count_down()
 
     def _work(self, orders: dict[str, BlockOrder], stop: threading.Event, once: bool) -> None:
         if not orders:

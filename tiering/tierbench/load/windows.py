@@ -12,7 +12,6 @@ of an interval, requests that have not started are canceled, so that a slow disk
 from __future__ import annotations
 
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from tiering.storage.aio import AioContext
 from tiering.storage.latencies import LatencyHistogram
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load.block_mover import Count, Lane
+from tiering.tierbench.load.countdown import Countdown
 from tiering.tierbench.load.work_files import WorkFiles
 from tiering.tierbench.result import Engine, Latencies, PathRow, Row, Sample, Settings, Traffic
 from tiering.tierbench.words import ReadWrite, writes
@@ -258,13 +258,11 @@ class _LaneThreads:
         # To be canceled at the end. A pass completes its requests, however slow the drive is.
         self._lanes = () if once else tuple(lanes)
         self._stop = threading.Event()
-        # In C, unlike a semaphore: it costs a sleeping thread less CPU time.
-        self._finished = queue.SimpleQueue[None]()
-        self._running = 1 if together else len(lanes)
+        self._running = Countdown(1 if together else len(lanes))
         self._threads = [
             threading.Thread(
                 target=lane.work,
-                args=(lane.block_orders(rw, once=once), self._stop, self._finished, once),
+                args=(lane.block_orders(rw, once=once), self._stop, self._running, once),
                 daemon=True,
             )
             for lane in lanes
@@ -272,13 +270,7 @@ class _LaneThreads:
 
     def sleep_until(self, deadline: float) -> bool:
         """Wait until ``deadline`` and return True, or until the threads have finished and return False."""
-        while self._running:
-            try:
-                self._finished.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return True
-            self._running -= 1
-        return False
+        return not self._running.wait_until(deadline)
 
     def __enter__(self) -> Self:
         for number, thread in enumerate(self._threads):

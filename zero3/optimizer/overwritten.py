@@ -23,26 +23,15 @@ class OverwrittenParameters:
     def __init__(self, tiers: Tiers, make_room: Callable[[], None]) -> None:
         self._tiers = tiers
         self._make_room = make_room
-        self._tiles: dict[Tile, None] = {}
-
-    def add(self, tile: Tile) -> None:
-        """A step ahead is about to overwrite the parameters of ``tile``."""
-        self._tiles[tile] = None
-
-    def forget(self, tile: Tile) -> None:
-        """A step that is certain has updated ``tile``."""
-        self._tiles.pop(tile, None)
-
-    def adopt(self) -> None:
-        """The step ahead has become certain."""
-        self._tiles.clear()
+        self.tiles: dict[Tile, None] = {}
+        """Added before a step ahead writes them, and removed by a step that is certain."""
 
     def restore(self, group: ParamGroup | None = None, *, wait: bool = True) -> bool:
         """Undo, in the parameters of ``group`` or of all, the step that was taken back.
 
         Returns False if masters have to be read for that, unless ``wait`` is set.
         """
-        tiles = [tile for tile in self._tiles if group in (None, tile.group)]
+        tiles = [tile for tile in self.tiles if group in (None, tile.group)]
         if wait:
             self._restore(tiles)
         return wait or not tiles
@@ -50,7 +39,7 @@ class OverwrittenParameters:
     def restore_rest(self, stepped: Container[int]) -> None:
         """Do so where a step of the pieces ``stepped`` (indices) does not overwrite all of a tile."""
         self._restore(
-            [tile for tile in self._tiles if not all(part.piece.index in stepped for part in tile.segments)]
+            [tile for tile in self.tiles if not all(part.piece.index in stepped for part in tile.segments)]
         )
 
     def _restore(self, tiles: Iterable[Tile]) -> None:
@@ -64,4 +53,4 @@ class OverwrittenParameters:
                 part = slice(segment.start - tile.start, segment.start - tile.start + segment.numel)
                 round_parameters(master[part], params[part])
             # Last: after an exception, the call can be made again.
-            self.forget(tile)
+            del self.tiles[tile]

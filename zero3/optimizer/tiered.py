@@ -198,7 +198,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """Derive the rules of the next step. It can still be dropped: a bad option raises here."""
         self._fix_options()
         self._prepared = self._rules_of(self._received(self.stepper.groups))
-        self.stepper.overwritten.restore_rest(self._prepared)
+        if self.stepper.overwritten.tiles:
+            self.stepper.overwritten.restore_rest(self._prepared)
         self.stepper.keep()
         # The device may still fetch parameters for its backward.
         self.stepper.wait_for_copies()

@@ -166,7 +166,7 @@ class TileStepper:
     def adopt(self) -> None:
         """What was stepped ahead stays: ``add_due`` queues the other tiles."""
         self._ahead = False
-        self.overwritten.adopt()
+        self.overwritten.tiles.clear()
 
     def take_back(self) -> None:
         """Undo what was stepped ahead, except for what is ``overwritten``, and forget what was due."""
@@ -381,7 +381,7 @@ class TileStepper:
         self._add_to_batch(tile, staged)
         with self._updating():
             if self._ahead and tile.group.hidden:
-                self.overwritten.add(tile)
+                self.overwritten.tiles[tile] = None
             self._batch.run(self._grad_scale, tile.group.name)
             staged.updated = True
         self._write_back(staged)
@@ -461,7 +461,7 @@ class TileStepper:
         if self._ahead:
             self._done.add(tile)
         else:
-            self.overwritten.forget(tile)
+            self.overwritten.tiles.pop(tile, None)
 
     def _end_groups(self, tiles: Iterable[Tile]) -> None:
         """These tiles are no longer due. After an exception before this, ``publish`` and the end of the step do it."""

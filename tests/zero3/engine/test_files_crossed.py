@@ -13,8 +13,9 @@ from tests.zero3.plain import STREAMED, Tower, inputs
 
 ROOT = Path(tiering.__file__).parents[1]
 PACKAGES = tuple(f"{ROOT / package}/" for package in ("zero3", "tiering", "optim_cpu"))
-# One more than a fast disk needs: a wait that a slow one prolongs enters the file of its errors.
 MOST = {"forward": 27, "backward": 33, "step": 46, "save": 31}
+# A wait that a slow disk prolongs looks there for hung transfers.
+OF_SLOW_WAITS = {"tiering/storage/aio_errors.py"}
 
 
 def files_crossed(call: Callable[[], Any]) -> tuple[Any, set[str]]:
@@ -31,7 +32,7 @@ def files_crossed(call: Callable[[], Any]) -> tuple[Any, set[str]]:
         result = call()
     finally:
         sys.setprofile(before)
-    return result, {str(Path(file).relative_to(ROOT)) for file in files}
+    return result, {str(Path(file).relative_to(ROOT)) for file in files} - OF_SLOW_WAITS
 
 
 def test_a_call_crosses_few_files(start: Callable[..., Any], tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ toolchain:
 emulator: | toolchain
 	@.ci/toolchain $(PYTHON) --emulator
 
-# A browser and promtool, for the tests that look at the sidecar with them and skip without.
+# A browser and Prometheus, for the tests that look at the sidecar with them and skip without.
 sidecar-tools: | toolchain
 	@.ci/toolchain $(PYTHON) --sidecar
 

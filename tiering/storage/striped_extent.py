@@ -108,9 +108,12 @@ class TransferOrder:
         self._in_flight: list[OrderedTransfer] = []
         self._failed: list[_Failure] = []
 
-    def place(self, start: int, end: int, writes: bool) -> tuple[Ranges, list[Ticket]]:
+    def place(
+        self, start: int, end: int, writes: bool, kept: Kept | None = None
+    ) -> tuple[Ranges, list[Ticket]]:
         """Where a transfer of [start, end) is in the extent, and the tickets that it has to come after.
 
+        A read is of the current content, or of what is ``kept`` for a purpose.
         Raises the error of an earlier write that failed, if this transfer would read bytes that it did not replace.
         The caller keeps its lock until the transfer is submitted.
         """
@@ -118,7 +121,7 @@ class TransferOrder:
         self._forget_ended()
         ranges: Ranges = ((start, end),)
         if self.versions is not None:
-            ranges = self.versions.ranges(start, end, writes=writes)
+            ranges = self.versions.ranges(start, end, writes=writes, kept=kept)
         if not writes:
             for first, last, error in self._failed:
                 if _overlap(ranges, ((first, last),)):

@@ -188,14 +188,17 @@ class SwapSpace:
         offset: int = 0,
         nbytes: int | None = None,
         priority: int = 0,
+        kept: Kept | None = None,
     ) -> Ticket:
         """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
+
+        The content is the current one, or what is ``kept`` for a purpose since ``keep``.
 
         A signal handler may raise before the caller has the ticket: after an exception, ``settle`` the extent before
         the memory is released.
         """
         with self.ordering:
-            return self.ordered(extent, buffer, offset, nbytes, priority, writes=False).begin()
+            return self.ordered(extent, buffer, offset, nbytes, priority, writes=False, kept=kept).begin()
 
     def swap_out(
         self,
@@ -265,6 +268,7 @@ class SwapSpace:
         first: Sequence[Ticket] = (),
         *,
         writes: bool,
+        kept: Kept | None = None,
     ) -> OrderedTransfer:
         """A transfer that is not submitted, after all that conflict with it and after ``first``; else as ``swap_in``.
 
@@ -280,7 +284,7 @@ class SwapSpace:
             )
         for purpose in extent.kept if writes else ():
             self._changed[purpose][extent] = None
-        ranges, after = extent.order.place(offset, offset + length, writes)
+        ranges, after = extent.order.place(offset, offset + length, writes, kept)
         ticket = self.aio.prepare_vector(
             "write" if writes else "read",
             buffer,

@@ -57,10 +57,14 @@ class Versions:
         """How many versions of a page there are."""
         return 1 + len(kept)
 
-    def ranges(self, start: int, end: int, *, writes: bool) -> Ranges:
-        """Where [start, end) is read, or is to be written. Writes are of whole pages."""
+    def ranges(self, start: int, end: int, *, writes: bool, kept: Kept | None = None) -> Ranges:
+        """Where [start, end) is read, or is to be written. Writes are of whole pages.
+
+        Reads are of the current content, or of what is ``kept`` for a purpose.
+        """
         pages = slice(start // PAGE, -(-end // PAGE))
-        numbers = self._next[pages] if writes else self._current[pages]
+        source = self._current if kept is None else self._kept[kept]
+        numbers = self._next[pages] if writes else source[pages]
         return tuple(self._joined(start, end, numbers))
 
     def _joined(self, start: int, end: int, numbers: bytes | bytearray) -> Iterator[tuple[int, int]]:

@@ -170,6 +170,9 @@ def test_a_write_goes_to_the_lowest_version_that_is_not_kept() -> None:
                 assert versions.ranges(0, PAGE, writes=True) == ((current * PAGE, (current + 1) * PAGE),)
                 versions.written(0, PAGE)
             assert versions.ranges(0, PAGE, writes=False) == ((current * PAGE, (current + 1) * PAGE),)
+            for purpose, number in kept.items():
+                at_kept = ((number * PAGE, (number + 1) * PAGE),)
+                assert versions.ranges(0, PAGE, writes=False, kept=purpose) == at_kept
 
 
 def test_parts_of_pages_are_in_the_version_of_each_page() -> None:

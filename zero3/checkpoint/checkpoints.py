@@ -28,6 +28,7 @@ from tiering.errors import CheckpointError, TieringError
 from tiering.telemetry import CheckpointStatus, as_text
 from tiering.weights.tensor_file import naming
 from zero3.building.weights import STORED_NAMES
+from zero3.checkpoint.kept_snapshot import KeptSnapshot, kept_snapshot
 from zero3.checkpoint.loading import Loader
 from zero3.checkpoint.opening import LoadRequest
 from zero3.checkpoint.rank_share import Share
@@ -38,7 +39,9 @@ from zero3.checkpoint.saving import (
     Saver,
     SaveRequest,
     Saving,
+    Source,
     StallTimer,
+    check_shared,
     uncommitted,
 )
 from zero3.checkpoint.snapshot_directory import TAG, SnapshotDirectory
@@ -89,6 +92,8 @@ class Checkpoints:
         self.snapshot_directory = SnapshotDirectory(self.began)
         # Whether frozen parameters may have other values than in the snapshot of the engine.
         self.frozen_changed = True
+        # The last snapshot, of this engine or adopted, whose content the swap space keeps.
+        self.snapshot: KeptSnapshot | None = None
         self._loader = Loader(
             model, parts, self._run, self._io, updates.current_step, self.snapshot_directory
         )
@@ -104,6 +109,7 @@ class Checkpoints:
         exclude_frozen: bool,
         keep: int | None,
         background: bool,
+        from_snapshot: bool,
     ) -> Saving:
         """See Engine.save_checkpoint. The engine is idle, and its masters are up to date."""
         # One save at a time: the earlier one is committed, or has failed, before this one takes memory and the
@@ -111,8 +117,9 @@ class Checkpoints:
         self.finish()
         earlier = self._last_save
         self._stall_timer = StallTimer(self._parts.tiers.stalls)
-        tag = tag if tag is not None else f"global_step{self._updates.steps}"
-        request = SaveRequest(str(save_dir), tag, latest, exclude_frozen, keep, background)
+        step = self.snapshot.step if from_snapshot and self.snapshot is not None else self._updates.steps
+        tag = tag if tag is not None else f"global_step{step}"
+        request = SaveRequest(str(save_dir), tag, latest, exclude_frozen, keep, background, from_snapshot)
         with self._stall_timer.stalling():
             try:
                 # Afterwards, host memory holds all that a GPU has updated.
@@ -210,7 +217,8 @@ class Checkpoints:
             return None, {}
         self.run_id = loaded.run_id or self.run_id
         # A copy of a snapshot has another tag: its values need not be those of the snapshot.
-        self.frozen_changed = not (loaded.is_adopted and loaded.path.name == TAG)
+        self.frozen_changed = not (loaded.adopted and loaded.path.name == TAG)
+        self.snapshot = loaded.adopted or self.snapshot
         return loaded.path, loaded.client_state
 
     def collect(self, client_state: Mapping[str, Any]) -> RankState:
@@ -224,28 +232,28 @@ class Checkpoints:
     def _begin(self, request: SaveRequest, client_state: Mapping[str, Any]) -> RunningSave:
         parts = self._parts
         share = Share(parts, frozen=not request.exclude_frozen)
-        collected: list[RankState] = []
+        sources: list[Source] = []
         partials: list[Path] = []
         savers: list[Saver] = []
 
         def prepare() -> tuple[SaveRequest, Path | None, str]:
             check_keep(request.keep)
-            collected.append(self.collect(client_state))
+            sources.append(self._source(request, client_state, share))
             if self._rank == 0:
-                partials.append(
-                    self._open_directory(Path(request.save_dir)).begin(request.tag, run=self.run_id)
-                )
+                directory = self._open_directory(Path(request.save_dir))
+                partials.append(directory.begin(request.tag, run=sources[0].manifest.run))
             return request, partials[0] if partials else None, new_save()
 
         def join(partial: Path, save: str) -> None:
-            _check_shared(partial)
+            check_shared(partial)
             savers.append(
                 Saver(
                     share,
-                    collected[0],
+                    sources[0].state,
                     parts.tiers,
                     Destination(partial, self._rank, parts.world.size, save),
                     self._io,
+                    kept=sources[0].kept,
                     on_written=self._commit_alone,
                     on_end=self._settle_alone,
                 )
@@ -262,7 +270,17 @@ class Checkpoints:
             self._discard(partials)
             raise
         saving = Saving(self.finish, partial.parent / request.tag, request.tag)
-        return RunningSave(request, saving, savers[0], self.manifest(share, save), partial, self._stall_timer)
+        manifest = replace(sources[0].manifest, save=save)
+        return RunningSave(request, saving, savers[0], manifest, partial, self._stall_timer)
+
+    def _source(self, request: SaveRequest, client_state: Mapping[str, Any], share: Share) -> Source:
+        """What this rank saves: the state of now, or of the last snapshot. Raises what the caller documents."""
+        if not request.from_snapshot:
+            return Source(self.collect(client_state), self.manifest(share, ""))
+        snapshot = kept_snapshot(self.snapshot, self._parts, client_state)
+        return snapshot.source(
+            self._parts, self._io, exclude_frozen=request.exclude_frozen, frozen_changed=self.frozen_changed
+        )
 
     def _note_refused(self, request: SaveRequest, error: TieringError) -> None:
         """Report a save that failed before it began. The caller gets the error; ``status`` shows it to the sidecar."""
@@ -478,10 +496,3 @@ class Checkpoints:
 
     def _together(self, purpose: str, work: Callable[[], T]) -> list[T]:
         return together(self._collectives, purpose, work)
-
-
-def _check_shared(partial: Path) -> None:
-    if not partial.is_dir():
-        raise CheckpointError(
-            f"{partial}, which rank 0 created, does not exist on this node: save to a file system that all nodes share"
-        )

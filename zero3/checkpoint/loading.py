@@ -13,6 +13,7 @@ from torch import nn
 
 from tiering import _logs
 from tiering.config.training import IoConfig
+from zero3.checkpoint.kept_snapshot import KeptSnapshot
 from zero3.checkpoint.opening import LoadRequest, OpenCheckpoint, Opener
 from zero3.checkpoint.run_state import RunState
 from zero3.checkpoint.snapshot_directory import SnapshotDirectory
@@ -26,12 +27,15 @@ T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that was loaded. ``run_id`` is that of the run that goes on, None if another one begins."""
+    """A checkpoint that was loaded. ``run_id`` is that of the run that goes on, None if another one begins.
+
+    ``adopted``: it is a snapshot, whose swap files are those of the engine now.
+    """
 
     path: Path
     client_state: dict[str, Any]
     run_id: str | None
-    is_adopted: bool
+    adopted: KeptSnapshot | None
 
 
 class Loader:
@@ -112,8 +116,9 @@ class Loader:
         seconds = time.monotonic() - began
         outcome = "adopted" if ready.adopts else "loaded"
         log.log(_logs.once(logging.INFO), "checkpoint %s %s in %.1f s", ready.path, outcome, seconds)
-        run_id = restore.run_id if restore.of_run and states else None
-        return Loaded(ready.path, client_state, run_id, ready.adopts)
+        run_id = restore.manifest.run if restore.of_run and states else None
+        adopted = KeptSnapshot.of(ready.path, restore.manifest) if ready.adopts else None
+        return Loaded(ready.path, client_state, run_id, adopted)
 
     def _together(self, purpose: str, work: Callable[[], T]) -> list[T]:
         return together(self._parts.collectives, purpose, work)

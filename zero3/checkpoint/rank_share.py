@@ -38,7 +38,7 @@ class Chunk:
     """Elements of one kind of state, in ``source``; ``upper`` has the upper 16 bits of split masters.
 
     ``parts`` are the bytes of parameters, without padding: (first byte in the chunk, number of bytes). ``tile`` is set
-    in the last chunk of a tile: once this is copied, all of it is.
+    in the last chunk of a tile: once this is copied, all of it is. ``trained``: not of frozen parameters.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class Chunk:
     upper: Range | None
     parts: tuple[tuple[int, int], ...]
     tile: Tile | None = None
+    trained: bool = True
 
 
 class Share:
@@ -67,6 +68,11 @@ class Share:
             self._tiles[tile.group].append(tile)
         self.kinds = (WEIGHTS, *parts.optimizer.state_names)
         self.saved_elsewhere = frozenset(tile for tile in parts.tiles if not self._range(tile))
+
+    @property
+    def tiles(self) -> Iterator[Tile]:
+        """All tiles, of whatever rank."""
+        return (tile for of_group in self._tiles.values() for tile in of_group)
 
     def tensors(self, kind: str) -> tuple[list[TensorSpec], dict[str, str]]:
         """The tensors of the file of ``kind``, and its metadata: the first element of each tensor that is a part."""
@@ -144,7 +150,7 @@ class Share:
                 nbytes = len(elements) * group.dtype_of(segment.piece).itemsize
                 parts.append(((segment.start - start) * itemsize, nbytes))
             source = Range(group.home, start * itemsize, (end - start) * itemsize)
-            yield Chunk(WEIGHTS, source, None, tuple(parts))
+            yield Chunk(WEIGHTS, source, None, tuple(parts), trained=False)
 
     def _dtype(self, kind: str) -> torch.dtype:
         """The dtype of trained parameters' state in the file of ``kind``."""

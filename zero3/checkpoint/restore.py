@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tiering import _logs
 from tiering._remedies import NEW_OPTIMIZER_STATE, PART_OF_MODEL
+from tiering.checkpoint.manifest import Manifest
 from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, SwapError, WeightsError
@@ -95,9 +96,9 @@ class Restore:
         return self._checkpoint.manifest.optimizer is not None
 
     @property
-    def run_id(self) -> str:
-        """The run that saved it."""
-        return self._checkpoint.manifest.run
+    def manifest(self) -> Manifest:
+        """The manifest of the checkpoint, with whole weights in place of their tiles."""
+        return self._checkpoint.manifest
 
     def adoption(self) -> Adoption | None:
         """What takes over the swap files of a snapshot, if this rank need not copy their content."""

@@ -8,14 +8,12 @@ which steps update them, so that an update during a save waits little.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,21 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optim_cpu import kernels
 from tiering import _logs
 from tiering.checkpoint.manifest import Manifest
 from tiering.checkpoint.rank_writer import RankRecord, RankWriter
 from tiering.config.training import IoConfig
-from tiering.errors import CheckpointError, SwapError, TieringError
-from tiering.storage.arena import Arena, Lease
-from tiering.storage.read_only import Loading
-from tiering.storage.tickets import Ticket
+from tiering.errors import CheckpointError, TieringError
+from tiering.storage.arena import Arena
 from tiering.weights.tensor_file import WINDOW, Output, TensorSpec
 from zero3.building.weights import STORED_NAMES
-from zero3.checkpoint.rank_share import Chunk, Range, Share
+from zero3.checkpoint.chunk_reading import PARTIAL_PAGES, ChunkReader, Copies, Reading
+from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.run_state import RankState
-from zero3.device.storages import as_tensor, content_of
-from zero3.device.streams import Event, Streams
+from zero3.checkpoint.swapped_state import SwappedState
 from zero3.device.tiers import Tiers
 from zero3.device.timeline import StallClock
 from zero3.optimizer.tiles import Tile
@@ -97,11 +92,12 @@ class SaveRequest(NamedTuple):
     exclude_frozen: bool
     keep: int | None
     background: bool
+    from_snapshot: bool
 
     def __str__(self) -> str:
         options = (
             f"save_latest={self.latest}, exclude_frozen_parameters={self.exclude_frozen}, keep={self.keep},"
-            f" background={self.background}"
+            f" background={self.background}, from_snapshot={self.from_snapshot}"
         )
         return f"'{self.tag}' to {self.save_dir} ({options})"
 
@@ -126,6 +122,17 @@ class SaveRequest(NamedTuple):
                 " of rank 0",
                 *(requests[0].save_dir, requests[different].save_dir, different),
             )
+
+
+class Source(NamedTuple):
+    """What a rank saves: its state apart from the tiers, and the manifest, without files.
+
+    With ``kept``, trained state on the tiers is what the last snapshot keeps.
+    """
+
+    state: RankState
+    manifest: Manifest
+    kept: SwappedState | None = None
 
 
 class RunningSave(NamedTuple):
@@ -188,29 +195,6 @@ def _warn_of_uncommitted() -> None:
         )
 
 
-@dataclass
-class _Reading:
-    """A chunk that is being read. Bytes on NVMe arrive in ``window``: those of ``source``, then those of ``upper``.
-
-    Bytes in files of a user arrive by ``loading``. ``copied`` has an entry for each source in GPU memory: the range,
-    its bytes in host memory, and the end of the copy.
-    """
-
-    chunk: Chunk
-    window: Lease | None
-    tickets: list[Ticket]
-    copied: list[tuple[Range, Tensor, Event]] = field(default_factory=list)
-    loading: Loading | None = None
-
-    def settle(self) -> None:
-        """Wait until no transfer uses the memory. Errors of transfers are ignored."""
-        for ticket in self.tickets:
-            with contextlib.suppress(SwapError):
-                ticket.wait()
-        if self.loading is not None:
-            self.loading.settle()
-
-
 class Destination(NamedTuple):
     """Where a rank writes: the files of ``rank`` of ``world_size`` in ``directory``. ``save`` is the id of the save."""
 
@@ -223,8 +207,9 @@ class Destination(NamedTuple):
 class Saver(threading.Thread):
     """Writes ``share`` and ``state`` of one rank to ``destination``.
 
-    The thread calls ``on_written`` when all files are written, and not after an ``error``. It calls ``on_end`` last,
-    with or without an error: training no longer waits for the copies.
+    With ``kept``, trained state is read where the last snapshot keeps it: then no step waits. The thread calls
+    ``on_written`` when all files are written, and not after an ``error``. It calls ``on_end`` last, with or without an
+    error: training no longer waits for the copies.
     """
 
     def __init__(
@@ -235,6 +220,7 @@ class Saver(threading.Thread):
         destination: Destination,
         io: IoConfig,
         *,
+        kept: SwappedState | None = None,
         on_written: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -253,12 +239,14 @@ class Saver(threading.Thread):
         self._on_end = on_end
         # Its lock guards the changes of the next two fields. ``has_copied`` reads them without it: they only grow.
         self._change = threading.Condition()
-        self._copied: set[Tile] = set(share.saved_elsewhere)
+        self._copied: set[Tile] = set(share.saved_elsewhere if kept is None else share.tiles)
         self._copied_all = False
         self._end_event = threading.Event()
         self._cancelled = False
-        self._copies = None if tiers.streams is None else _Copies(tiers.streams)
-        self._reads = Arena.map(AHEAD * WINDOW, "checkpoint")
+        self._copies = None if tiers.streams is None else Copies(tiers.streams, 2 * AHEAD + 2)
+        self._kept = kept
+        self._window = WINDOW if kept is None else WINDOW + PARTIAL_PAGES
+        self._windows = Arena.map(AHEAD * self._window, "checkpoint")
 
     def start(self) -> None:
         """Start the thread. If the system refuses one, the save ends with that error."""
@@ -328,7 +316,7 @@ class Saver(threading.Thread):
         # First: a thread that wakes up below reads it.
         self.error = error
         # No read is under way here: ``_copy`` has waited for all of them.
-        self._reads.forget_memory()
+        self._windows.forget_memory()
         # Before ``on_end``, so that a step does not wait for what that does. After an error there is nothing to copy
         # any more.
         self._let_all_change()
@@ -355,10 +343,15 @@ class Saver(threading.Thread):
 
     def _copy(self, writer: RankWriter) -> None:
         """Write all chunks to their files, and read the next ``AHEAD`` chunks meanwhile."""
-        reading: deque[_Reading] = deque()
+        reading: deque[Reading] = deque()
+        reader = ChunkReader(self._tiers, self._windows, self._window, self._copies, self._kept)
         try:
             for chunk in self._share.chunks():
-                reading.append(self._read(chunk))
+                if self._cancelled:
+                    raise CheckpointError(
+                        f"{self._destination.directory}: the save was cancelled; save again"
+                    )
+                reading.append(reader.begin(chunk))
                 if len(reading) == AHEAD:
                     self._finish(reading.popleft(), writer)
             while reading:
@@ -368,51 +361,9 @@ class Saver(threading.Thread):
                 # Reads still fill their windows, and the memory of all windows is dropped after this.
                 each.settle()
 
-    def _read(self, chunk: Chunk) -> _Reading:
-        if self._cancelled:
-            raise CheckpointError(f"{self._destination.directory}: the save was cancelled; save again")
-        sources = [
-            source for source in (chunk.source, chunk.upper) if source and source.home.extent is not None
-        ]
-        # All windows have one size: the next one fits, in whatever order windows are released.
-        window = self._reads.lease(WINDOW, "state", alone=True) if sources else None
-        reading, at = _Reading(chunk, window, []), 0
-        if chunk.source.home.files is not None:
-            # Frozen parameters: they have no upper halves elsewhere.
-            in_files = chunk.source
-            reading.loading = self._tiers.begin_load(in_files.home, in_files.offset, in_files.nbytes)
-        if self._copies is not None:
-            for source in (chunk.source, chunk.upper):
-                if source is not None and source.home.on_device:
-                    # Begun before the step may change the tile: it waits until ``_finish`` has counted it as copied.
-                    reading.copied.append((source, *self._copies.begin(source)))
-        try:
-            for source in sources:
-                assert self._tiers.swap is not None and window is not None and source.home.extent is not None
-                part = window.part(at, source.nbytes)
-                at += source.nbytes
-                reading.tickets.append(
-                    self._tiers.swap.swap_in(source.home.extent, part, offset=source.offset)
-                )
-        except BaseException:
-            reading.settle()
-            raise
-        return reading
-
-    def _finish(self, reading: _Reading, writer: RankWriter) -> None:
+    def _finish(self, reading: Reading, writer: RankWriter) -> None:
         """Wait for the chunk, and write its elements, without padding, to its file."""
-        chunk = reading.chunk
-        try:
-            for ticket in reading.tickets:
-                ticket.wait()
-        except BaseException:
-            reading.settle()
-            raise
-        # May be the home itself, in host memory: it must not change before ``append`` has copied it.
-        content = _content(chunk.source, reading, 0)
-        if chunk.upper is not None:
-            at = chunk.source.nbytes if chunk.source.home.extent is not None else 0
-            content = _joined(_content(chunk.upper, reading, at), content)
+        chunk, content = reading.chunk, reading.content()
         for first, nbytes in chunk.parts:
             writer.append(chunk.kind, bytes_of(content[first : first + nbytes]))
         # ``append`` has copied the bytes, so the window may be filled again.
@@ -431,28 +382,6 @@ class Saver(threading.Thread):
             self._change.notify_all()
 
 
-def _content(source: Range, reading: _Reading, at: int) -> Tensor:
-    """The bytes of ``source`` in host memory: its home, a copy from the GPU, or the window from ``at`` on."""
-    for on_gpu, content, arrived in reading.copied:
-        if on_gpu is source:
-            # The CPU reads these bytes next.
-            arrived.wait()
-            return content
-    if reading.loading is not None:
-        return content_of(reading.loading)
-    if source.home.tensor is not None:
-        return source.home.tensor[source.offset : source.offset + source.nbytes]
-    assert reading.window is not None
-    return as_tensor(reading.window)[at : at + source.nbytes]
-
-
-def _joined(upper: Tensor, lower: Tensor) -> Tensor:
-    """The bytes of fp32 masters, from the bytes of their upper and lower 16 bits."""
-    masters = torch.empty(upper.numel() // 2, device="cpu")
-    kernels.join(masters.data_ptr(), upper.data_ptr(), lower.data_ptr(), masters.numel())
-    return masters.view(torch.uint8)
-
-
 def specs_of(state: RankState) -> list[TensorSpec]:
     """The tensors of the state of a rank, as in its file."""
     return [
@@ -466,29 +395,9 @@ def bytes_of(tensor: Tensor) -> np.ndarray:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-class _Copies:
-    """Copies GPU memory to pinned host memory on a stream of its own, in order, while compute continues.
-
-    The first copy waits for all work that is on the compute stream when this is constructed.
-    """
-
-    def __init__(self, streams: Streams) -> None:
-        self._stream = streams.save
-        # Compute changes no state of a tile before it is counted as copied: so one wait, at the beginning, is enough.
-        self._stream.wait_for(streams.compute.record())
-        # Two for each chunk that is read, because masters may be split; and two for the chunk that is being written.
-        self._pinned = [
-            torch.empty(WINDOW, dtype=torch.uint8, device="cpu", pin_memory=True)
-            for _ in range(2 * AHEAD + 2)
-        ]
-        self._next = 0
-
-    def begin(self, source: Range) -> tuple[Tensor, Event]:
-        """The bytes of ``source``, valid from the event until as many further copies begin as there are buffers."""
-        assert source.home.tensor is not None
-        # Its last bytes were copied to a window: there are more buffers than copies whose chunk is not finished.
-        into = self._pinned[self._next % len(self._pinned)][: source.nbytes]
-        self._next += 1
-        with self._stream.running():
-            into.copy_(source.home.tensor[source.offset : source.offset + source.nbytes], non_blocking=True)
-        return into, self._stream.record()
+def check_shared(partial: Path) -> None:
+    """CheckpointError unless this rank sees ``partial``, which rank 0 has created."""
+    if not partial.is_dir():
+        raise CheckpointError(
+            f"{partial}, which rank 0 created, does not exist on this node: save to a file system that all nodes share"
+        )

@@ -34,6 +34,7 @@ from tiering.storage.named_files import NamedFile
 from tiering.storage.versions import Kept
 from tiering.weights.tensor_file import Output, TensorSpec, naming
 from zero3.checkpoint.checkpoints import Checkpoints
+from zero3.checkpoint.kept_snapshot import KeptSnapshot
 from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.run_state import RankState
 from zero3.checkpoint.saving import StallTimer, bytes_of, specs_of
@@ -124,6 +125,7 @@ class Snapshots:
                 assert self._parts.tiers.swap is not None
                 self._parts.tiers.swap.keep(Kept.SNAPSHOT)
                 self._is_published = True
+                self._checkpoints.snapshot = KeptSnapshot.of(partial.parent / TAG, manifest)
                 self._checkpoints.frozen_changed = not has_frozen
         except BaseException:
             for each in partials:

@@ -50,7 +50,7 @@ class SwappedState:
         numbers = {slab: number for number, slab in enumerate(files)}
 
         def locate(source: Range) -> Iterator[Place]:
-            extent, start = self._place_of(source)
+            extent, start = self.place_of(source)
             for slab, offset, nbytes in extent.places(start, start + source.nbytes):
                 yield numbers[slab], offset, nbytes
 
@@ -67,7 +67,7 @@ class SwappedState:
         extents = {extent: number for number, extent in enumerate(self._tiers.extents)}
 
         def locate(source: Range) -> Iterator[Place]:
-            extent, start = self._place_of(source)
+            extent, start = self.place_of(source)
             yield extents[extent], start, source.nbytes
 
         tensors = places_of(share, locate)
@@ -76,7 +76,7 @@ class SwappedState:
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def _place_of(self, source: Range) -> tuple[StripedExtent, int]:
+    def place_of(self, source: Range) -> tuple[StripedExtent, int]:
         """The extent in which a snapshot has the bytes of ``source``, and the first of them."""
         extent, begin = source.home.extent, source.home.offset
         if extent is None:

@@ -44,6 +44,7 @@ class StateFiles:
         *,
         keep: int | None = None,
         background: bool = False,
+        from_snapshot: bool = False,
     ) -> Saving:
         """Save all that the run needs to resume, as checkpoint ``tag`` (default "global_step<N>") in ``save_dir``.
 
@@ -58,6 +59,11 @@ class StateFiles:
         The checkpoint is complete when the returned Saving is ``done``. An error is logged, and raised once: by
         ``wait``, by the next background save (which has started by then), by a load or by ``close``.
 
+        With ``from_snapshot``, the checkpoint has the state of the last ``snapshot_state`` in place of the current one,
+        with its ``client_state``, and its step in the default tag. The saver reads the pages that the snapshot keeps,
+        so with ``background`` no step waits for it; the next snapshot, and an edit of parameters, waits until all are
+        read. Raises EngineStateError without a snapshot, ConfigError without ``tiering.snapshots``.
+
         All ranks call this together, between steps. Raises CheckpointError, on all ranks, if a rank cannot save:
         training can continue. Raises EngineStateError with gradients that no step has used; ConfigError, before
         anything is written, for ``keep`` below 1 and for values without a plain form.
@@ -70,6 +76,7 @@ class StateFiles:
             exclude_frozen=exclude_frozen_parameters,
             keep=keep,
             background=background,
+            from_snapshot=from_snapshot,
         )
 
     def snapshot_state(

@@ -18,7 +18,7 @@ import torch
 
 import tiering
 from tests.zero3.checkpoint.killed_snapshots import AS_CONFIGURED
-from tests.zero3.checkpoint.snapshotted import FORMATS, SAVE_AT, STEPS, Begin, snapshotted
+from tests.zero3.checkpoint.snapshotted import FORMATS, SAVE_AT, STEPS, Begin, flip_bit, snapshotted
 from tests.zero3.resuming import MIXED, ON_CPU, STREAMED, Left, after_snapshot, straight, train
 from tiering.checkpoint import directory
 from tiering.checkpoint.conversion import to_weights
@@ -289,17 +289,6 @@ def test_a_snapshot_is_converted(begin: Begin, tmp_path: Path, state: str) -> No
     )
     for name, tensor in weights[0].tensors.items():
         assert same_bytes(tensor, weights[1].tensors[name]), name
-
-
-def flip_bit(saved: Path, kind: str, name: str) -> None:
-    """Damage a tensor of the snapshot in its swap file."""
-    swap = json.loads((saved / "snapshot" / "rank-00001-of-00001.json").read_text())["content"]["swap"]
-    number, offset, _ = swap["tensors"][kind][name]["ranges"][0]
-    with Path(swap["files"][number]["path"]).open("r+b") as file:
-        file.seek(offset + 5)
-        (byte,) = file.read(1)
-        file.seek(offset + 5)
-        file.write(bytes([byte ^ 16]))
 
 
 @pytest.mark.parametrize("kind", ["weights", "exp_avg"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import tiering
+from tests.zero3.checkpoint.snapshotted import assert_same_checkpoints
 from tests.zero3.conftest import config
 from tests.zero3.resuming import (
     MIXED,
@@ -30,6 +32,7 @@ from tests.zero3.resuming import (
     train,
 )
 from tiering.checkpoint.reader import open_checkpoint
+from zero3.checkpoint.saving import Saver
 
 from . import models
 from .pool import Pool
@@ -164,6 +167,40 @@ def test_ranks_of_every_stage_go_on_from_a_snapshot(
     ranks: Ranks, nvme: Path, tmp_path: Path, world_size: int
 ) -> None:
     assert_go_on_from_snapshots(ranks(world_size), nvme, tmp_path, *SNAPSHOTS)
+
+
+def save_behind_training(rank: int, nvme: Path, directory: Path, name: str) -> tuple[Path, Path]:
+    """A checkpoint from a snapshot, saved while later steps are trained, and one of the same step."""
+    options = {**SNAPSHOTS[name], "accumulation": 1, "snapshots": True, "host_budget": "400KiB"}
+    torch.manual_seed(1)
+    engine = begin(nvme, **options)
+    own(rank, engine, range(3))
+    engine.snapshot_state(directory, {"rank": rank})
+    expected = engine.save_checkpoint(directory, "expected", {"rank": rank}).path
+    let, copy = threading.Event(), Saver._copy
+
+    def hold(*arguments: Any) -> None:
+        assert let.wait(60)
+        copy(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saver, "_copy", hold)
+        saving = engine.save_checkpoint(directory, background=True, from_snapshot=True)
+        # No step of any rank waits for the savers.
+        own(rank, engine, range(3, 5))
+        let.set()
+        saving.wait()
+    engine.close()
+    return saving.path, expected
+
+
+@pytest.mark.parametrize("name", ["stage 1", "stage 3"])
+def test_two_ranks_save_their_snapshot_behind_training(
+    ranks: Ranks, nvme: Path, tmp_path: Path, name: str
+) -> None:
+    path, expected = ranks(2).run(save_behind_training, nvme, tmp_path / "saved", name)[0]
+    assert path.name == "global_step3"
+    assert_same_checkpoints(path, expected)
 
 
 def take_snapshot(rank: int, nvme: Path, directory: Path) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from tests.zero3.resuming import (
     train,
 )
 from tiering.checkpoint.reader import open_checkpoint
+from tiering.errors import EngineStateError
 from zero3.checkpoint.saving import Saver
 
 from . import models
@@ -61,11 +62,14 @@ def begin(
     build: Callable[[], nn.Module] = Model,
     data: Any = None,
     client: Callable[..., Any] | None = None,
+    resume: Path | None = None,
     **options: Any,
 ) -> Any:
-    """``client``: an optimizer of the user's, which steps itself."""
+    """``client``: an optimizer of the user's, which steps itself. ``resume``: the directory that is loaded next."""
     settings = config(nvme, **({"precision": "fp32", "accumulation": 1, "threshold": 40} | options))
-    arguments = {} if data is None else {"training_data": data}
+    arguments: dict[str, Any] = {} if data is None else {"training_data": data}
+    if resume is not None:
+        arguments["resume"] = resume
     if client is not None:
         arguments["optimizer"] = lambda params: client(params, lr=1e-3)
     return tiering.initialize(model=build(), config=settings, **arguments).engine
@@ -167,6 +171,36 @@ def test_ranks_of_every_stage_go_on_from_a_snapshot(
     ranks: Ranks, nvme: Path, tmp_path: Path, world_size: int
 ) -> None:
     assert_go_on_from_snapshots(ranks(world_size), nvme, tmp_path, *SNAPSHOTS)
+
+
+def resumes_as_announced(rank: int, nvme: Path, directory: Path, name: str) -> dict[str, list[str]]:
+    """By tag, what differs between a straight run and one with ``initialize(resume=...)``."""
+    options = {**SNAPSHOTS[name], "accumulation": 1, "snapshots": True, "host_budget": "400KiB"}
+    make, teach = partial(begin, nvme, **options), partial(own, rank)
+    expected = straight(make, 6, teach)
+    torch.manual_seed(1)
+    # There is no checkpoint yet: the parameters have their first values.
+    engine = make(resume=directory)
+    losses = teach(engine, range(3))
+    engine.snapshot_state(directory)
+    engine.save_checkpoint(directory, "checkpoint")
+    engine.close()
+    differences = {}
+    for tag in ("snapshot", "checkpoint"):
+        torch.manual_seed(99)
+        engine = make(resume=directory)
+        with pytest.raises(EngineStateError, match=r"without values.*call load_checkpoint first"):
+            engine(tokens(0))
+        engine.load_checkpoint(directory, tag)
+        differences[tag] = Left.by(engine, losses + teach(engine, range(3, 6))).differences(expected)
+        engine.close()
+    return differences
+
+
+@pytest.mark.parametrize("name", ["stage 1", "stage 3"])
+def test_two_ranks_resume_as_announced(ranks: Ranks, nvme: Path, tmp_path: Path, name: str) -> None:
+    for differences in ranks(2).run(resumes_as_announced, nvme, tmp_path / "saved", name):
+        assert differences == {"snapshot": [], "checkpoint": []}
 
 
 def save_behind_training(rank: int, nvme: Path, directory: Path, name: str) -> tuple[Path, Path]:

@@ -3,6 +3,7 @@
 import {count, percent, plain, rough, seconds, UNKNOWN} from "./figures.js";
 import {h, table} from "./patch.js";
 import {runState} from "./run.js";
+import {explained} from "./words.js";
 
 const perSecond = (value, unit) => (typeof value === "number" ? `${rough(value)} ${unit}/s` : null);
 
@@ -11,7 +12,7 @@ export function overview(runs, shown, now) {
   return table(
     "Runs",
     "overview",
-    ["run", "state", "step", "step time", "throughput", "MFU", "loss", "stalled", "checkpoint", "first warning"],
+    ["run", "state", "step", "step time", "throughput", "MFU", "loss", "stalled"].map(explained).concat("checkpoint", "first warning"),
     runs.map(run => {
       const warning = run.warnings.find(candidate => candidate.severity !== "info");
       const owner = run.user ? ` (${run.user})` : "";

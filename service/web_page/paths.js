@@ -106,7 +106,7 @@ export function copies(both) {
     table(
       "Device link",
       "",
-      ["direction", "now", "while copying", "peak", "total", "copies"],
+      ["direction", "now", "while copying", "peak", "total", "copies"].map(explained),
       rows.map(([word, way]) =>
         h(
           "tr",
@@ -133,7 +133,7 @@ export function collectives(all) {
       h(
         "tr",
         {key: collective.kind},
-        h("th", {scope: "row"}, collective.kind),
+        h("th", {scope: "row"}, explained(collective.kind)),
         h("td", {}, rate(collective.rate)),
         h("td", {}, moved(collective.sent)),
         h("td", {}, count(collective.calls)),

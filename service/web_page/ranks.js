@@ -28,6 +28,8 @@ const MOST_RANKS = 64;
 const state = rank =>
   rank.straggler && rank.state === "live" ? ["straggler", "poor"] : RANK_STATES[rank.state] || [rank.state, "note"];
 
+const stateCell = ([word, shape]) => marked([explained(word), shape]);
+
 /** Ranks with a problem first, then stragglers, then by rank. */
 const order = rank => (rank.state !== "live" ? 0 : rank.straggler ? 1 : 2);
 
@@ -54,7 +56,7 @@ export function ranks(run, place) {
       "tr",
       {key: `${rank.rank} ${rank.pid ?? row}`},
       h("th", {scope: "row"}, String(rank.rank)),
-      h("td", {class: "left"}, marked(state(rank))),
+      h("td", {class: "left"}, stateCell(state(rank))),
       rest.map(cell => h("td", {}, cell)),
       h("td", {class: "left reason"}, rank.reason || rank.broken || ""),
     );
@@ -71,7 +73,7 @@ export function ranks(run, place) {
         "node",
         "step",
         "phase",
-        explained("heartbeat"),
+        "heartbeat",
         "step time",
         "stalled",
         "reads",
@@ -79,7 +81,7 @@ export function ranks(run, place) {
         ...(linked ? ["to device", "from device"] : []),
         "pid",
         "why",
-      ],
+      ].map(explained),
       rows,
     ),
     missing > 0

@@ -14,7 +14,10 @@ const RUN_STATES = {
 
 const SEVERITIES = {error: ["Error", "bad"], warning: ["Warning", "poor"], info: ["Note", "note"]};
 
-export const runState = (run, look = "state badge") => marked(RUN_STATES[run.state] || [run.state, "note"], look);
+export const runState = (run, look = "state badge") => {
+  const [word, shape] = RUN_STATES[run.state] || [run.state, "note"];
+  return marked([explained(word), shape], look);
+};
 
 /** Links to the run in other tools; a directory is the one that TensorBoard reads. */
 export function links(run) {
@@ -88,7 +91,7 @@ function checkpoint(ranks, at) {
 function tokens(of) {
   if (typeof of.tokens_per_second !== "number") return null;
   const flops =
-    typeof of.flops_per_second === "number" ? `${rough(of.flops_per_second / 1e12)} TFLOP/s a device` : null;
+    typeof of.flops_per_second === "number" ? [`${rough(of.flops_per_second / 1e12)} `, explained("TFLOP/s"), " a device"] : null;
   const used = typeof of.mfu === "number" ? [", ", explained("MFU"), ` ${percent(of.mfu)}`] : null;
   return ["Tokens", `${rough(of.tokens_per_second)}/s`, [flops, used]];
 }
@@ -132,7 +135,7 @@ export function facts(run, ranks, at) {
     ["loss scale", first.loss_scale],
   ]
     .filter(([, value]) => value !== null && value !== undefined)
-    .map(([name, value]) => `${name} ${rough(value)}`);
+    .map(([name, value]) => ({name, shown: [explained(name), ` ${rough(value)}`]}));
   const swaps = ranks.some(rank => rank.io.length);
   const copied = link(ranks);
   return [
@@ -157,7 +160,7 @@ export function facts(run, ranks, at) {
     [
       "Loss",
       typeof of.loss === "string" ? h("span", {class: "bad"}, plain(of.loss)) : plain(of.loss),
-      first.skipped_steps ? `${plural(first.skipped_steps, "step")} skipped` : extra[0] || "",
+      first.skipped_steps ? `${plural(first.skipped_steps, "step")} skipped` : extra[0]?.shown || "",
     ],
     swaps ? ["Reading", live ? rate(rates.read) : UNKNOWN, `from NVMe, ${when}`] : null,
     swaps ? ["Writing", live ? rate(rates.written) : UNKNOWN, `to NVMe, ${when}`] : null,
@@ -172,13 +175,13 @@ export function facts(run, ranks, at) {
     [
       "Running for",
       run.started_at && until ? seconds(Math.max(0, until - run.started_at)) : UNKNOWN,
-      extra.find(text => text.startsWith("lr")) || "",
+      extra.find(({name}) => name === "lr")?.shown || "",
     ],
     checkpoint(ranks, at),
   ]
     .filter(Boolean)
     .map(([name, value, more]) =>
-      h("div", {key: name}, h("dt", {}, name), h("dd", {}, value), h("dd", {class: "more"}, more)),
+      h("div", {key: name}, h("dt", {}, name === "Checkpoint" ? name : explained(name)), h("dd", {}, value), h("dd", {class: "more"}, more)),
     );
 }
 

@@ -92,7 +92,7 @@ function breakdown(step, follows) {
       h(
         "tbody",
         {},
-        parts(step).map(([name, time]) => line(phaseClass(name), name, time, step.seconds)),
+        parts(step).map(([name, time]) => line(phaseClass(name), explained(name), time, step.seconds)),
         h(
           "tr",
           {class: "total"},
@@ -107,11 +107,11 @@ function breakdown(step, follows) {
         h(
           "tr",
           {class: "within"},
-          h("th", {scope: "row"}, "of which stall"),
+          h("th", {scope: "row"}, "of which ", explained("stall")),
           h("td", {}, seconds(step.stall)),
           h("td", {}, percent(step.seconds > 0 ? step.stall / step.seconds : 0)),
         ),
-        causes(step).map(([cause, time]) => line(causeClass(cause), `for ${cause}`, time, step.seconds)),
+        causes(step).map(([cause, time]) => line(causeClass(cause), ["for ", explained(cause)], time, step.seconds)),
       ),
     ),
     h(
@@ -233,7 +233,7 @@ export class Steps {
         "ul",
         {class: "legend"},
         [...Object.keys(PHASES), "between phases"].map(name =>
-          h("li", {}, h("i", {class: `swatch ${phaseClass(name)}`}), name),
+          h("li", {}, h("i", {class: `swatch ${phaseClass(name)}`}), explained(name)),
         ),
         [...seen]
           .sort()

@@ -37,12 +37,14 @@ function tierBar(tier) {
     h(
       "div",
       {class: "tier-head"},
-      h("h3", {}, tier.name === "nvme" ? "NVMe" : tier.name),
+      h("h3", {}, explained(tier.name === "nvme" ? "NVMe" : tier.name)),
       h(
         "span",
         {class: over ? "bad" : ""},
         h("b", {}, bytes(tier.used)),
-        ` of ${bytes(tier.budget)} budget · ${ofBudget(tier.used)}`,
+        ` of ${bytes(tier.budget)} `,
+        explained("budget"),
+        ` · ${ofBudget(tier.used)}`,
       ),
     ),
     h(
@@ -86,7 +88,8 @@ function tierBar(tier) {
       "p",
       {class: "soft"},
       h("i", {class: "peak-sign"}),
-      `peak ${bytes(tier.peak)}, ${ofBudget(tier.peak)} of budget`,
+      explained("peak"),
+      ` ${bytes(tier.peak)}, ${ofBudget(tier.peak)} of budget`,
       tier.capacity ? ` · ${tier.machines > 1 ? `${tier.machines} machines have` : "machine has"} ${bytes(tier.capacity)}` : "",
       typeof tier.available === "number" ? ` · ${bytes(tier.available)} free now` : "",
     ),

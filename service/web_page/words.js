@@ -27,17 +27,41 @@ const WORDS = {
   p99: "99 of 100 requests complete within this time.",
   retries: "Requests that were continued after a short transfer, or sent again.",
   heartbeat: "Time since the rank last published its figures.",
+  "TFLOP/s": "10^12 operations of the model per second, in forward and backward.",
+  stalled: "Share of the time in which compute waited for data.",
+  stuck: "A phase of a rank takes far longer than usual: the run hangs.",
+  degraded: "A rank on this node is missing, does not publish, or cannot continue.",
+  silent: "The process of the rank lives, and has published nothing for ten seconds.",
+  stale: "The process of the rank has ended.",
+  torn: "The status file of the rank was read while it was being written.",
+  unreadable: "The status file of the rank is damaged.",
+  unreachable: "The sidecar of the rank's node does not answer.",
+  straggler: "The other ranks wait for this one in each step.",
+  device: "Memory in which the model computes: that of the GPU, or host memory without one.",
+  host: "Main memory of the machine (RAM).",
+  NVMe: "Swap files on the drives of the machine.",
+  budget: "The most bytes that the engine may use on a tier.",
+  phase: "What the rank does now: forward, backward, the optimizer step, or the program between steps.",
+  "between phases": "Time of the program between two phases, for example of its data loader.",
+  "to device": "Copies from host memory to the device, over its link.",
+  "from device": "Copies from the device to host memory, over its link.",
+  "while copying": "Average over the time with copies in flight.",
+  "gradient norm": "Length of the vector of all gradients, before it is clipped.",
+  lr: "Learning rate of the optimizer.",
+  "loss scale": "Factor of the loss that keeps small gradients of fp16 from becoming zero.",
+  throughput: "Tokens or samples of all ranks per second.",
+  pid: "Number of the process of the rank on its node.",
   MFU: "Model FLOPs utilisation: operations of the model per second, as a share of the peak of the GPU.",
 };
 
 const copied = "copies of ";
 
-/** `word` with its explanation as a tooltip, if it has one. */
+/** `word` with its explanation as a tooltip, if it has one; the style sheet shows it while the word has the focus. */
 export function explained(word) {
   const text = word.startsWith(copied)
     ? `Copies between host memory and the device, of ${word.slice(copied.length)}.`
-    : WORDS[word];
-  return text ? h("abbr", {title: text}, word) : word;
+    : (WORDS[word] ?? WORDS[word.toLowerCase()]);
+  return text ? h("abbr", {title: text, tabindex: "0"}, word) : word;
 }
 
 /** All words, for a reader without a pointer. */

@@ -45,8 +45,8 @@ MIB = 1 << 20
 
 # Of CSS, what they have and the page uses: look a new word up before it comes in here.
 STYLES = (
-    "@keyframes @media :has( :not( :nth-child( blur( color-mix( grayscale( inset( light-dark( linear-gradient( min( "
-    "minmax( polygon( repeat( repeating-linear-gradient( rotate( scale( var("
+    "@keyframes @media :has( :not( :nth-child( attr( blur( color-mix( grayscale( inset( light-dark( linear-gradient( "
+    "min( minmax( polygon( repeat( repeating-linear-gradient( rotate( scale( var("
 )
 
 
@@ -189,7 +189,7 @@ def test_the_keyboard_reaches_everything(visit: Open, watched: Sidecar) -> None:
     tab = visit(watched.url)
     tab.moves(1)
     reached = []
-    for _ in range(40):
+    for _ in range(100):
         tab.page.keyboard.press("Tab")
         name, visible = tab.page.evaluate(
             "(() => { const {activeElement: at} = document; return [at.id || at.className || at.textContent.trim(), "

@@ -82,7 +82,9 @@ class StoredTensor:
         """``numel`` elements from ``first`` on, flat, under the same name."""
         if self.halves is not None:
             upper, lower = self.halves
-            return self.joined(upper.range(first, numel), lower.range(first, numel))
+            joined = self.joined(upper.range(first, numel), lower.range(first, numel))
+            # The halves may have other names: a tensor of several tiles has another name than they.
+            return replace(joined, name=self.name)
         offset, nbytes = (nbytes_of(self.dtype, each) for each in (first, numel))
         return replace(self, shape=(numel,), offset=self.offset + offset, nbytes=nbytes)
 

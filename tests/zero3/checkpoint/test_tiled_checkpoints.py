@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.zero3.conftest import SmallModel, batches
+from tests.zero3.plain import STREAMED
 from tiering.checkpoint.manifest import MANIFEST, read_sealed, write_sealed
 from tiering.cli import main
 from tiering.errors import CheckpointError
@@ -105,3 +106,21 @@ def test_wrong_tiles_are_damage(
     with pytest.raises(CheckpointError, match=message):
         other.load_checkpoint(path.parent, tag="saved")
     assert all(torch.equal(other.master_state_dict()[name], values) for name, values in before.items())
+
+
+@pytest.mark.parametrize("tile", [TILE, 2 * TILE, 0], ids=["adopted", "other tiles", "whole"])
+@pytest.mark.parametrize("state", ["fp32", "split"])
+def test_a_snapshot_of_tiles_is_loaded(start: Start, tmp_path: Path, state: str, tile: int) -> None:
+    options = {**STREAMED, "state": state, "snapshots": True}
+    first = engine(start, tile=TILE, **options)
+    for tokens, targets in batches(first.settings.gradient_accumulation_steps):
+        first.backward(first(tokens, targets))
+        first.step()
+    first.snapshot_state(tmp_path / "saved")
+    masters, moments = first.master_state_dict(), first.optimizer.state_dict()["state"]
+    first.close()
+    other = engine(start, tile=tile, **options)
+    assert other.load_checkpoint(tmp_path / "saved")[0] is not None
+    assert other.master_state_dict().keys() == masters.keys()
+    assert all(torch.equal(values, masters[name]) for name, values in other.master_state_dict().items())
+    assert len(other.optimizer.state_dict()["state"]) == len(moments)

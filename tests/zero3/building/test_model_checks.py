@@ -202,6 +202,12 @@ def sharded_by_fsdp() -> nn.Module:
     return model
 
 
+def sharded_by_first_fsdp() -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+
+
 def parallel() -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -227,6 +233,7 @@ def _mesh() -> Any:
             r"module '0' is wrapped in DistributedDataParallel",
         ),
         (sharded_by_fsdp, "the model is sharded by FSDP.*without fully_shard"),
+        (sharded_by_first_fsdp, "module '0' is sharded by FSDP.*FullyShardedDataParallel"),
         (parallel, r"'1\.weight' is a DTensor.*parallelize_module"),
         (lambda: torch.jit.script(nn.Linear(4, 4)), r"the model was made by torch\.jit\.script"),
         (scripted_block, r"module '1' was made by torch\.jit\.script"),
@@ -235,7 +242,7 @@ def _mesh() -> Any:
             r"'1\.weight' of a lazy module.*one batch",
         ),
     ],
-    ids=["dp", "ddp", "ddp inside", "fsdp", "dtensor", "script", "script inside", "lazy"],
+    ids=["dp", "ddp", "ddp inside", "fsdp", "fsdp1 inside", "dtensor", "script", "script inside", "lazy"],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_wrapped_and_foreign_models(

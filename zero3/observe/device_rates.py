@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,10 @@ SCRATCH = 64 << 20
 QUEUED = 10
 # A limit on the tokens of a measurement: matrices of this size are large, and the measurement stays short.
 MAX_TOKENS = {"cpu": 512, "cuda": 4096}
+# About the longest pass on a CPU, which has fewer tokens and blocks for this: without instructions for bf16, a CPU may
+# compute a hundred times slower.
+CPU_SECONDS = 4.0
+MIN_TOKENS = 32
 
 
 def of_this_machine(
@@ -198,14 +203,19 @@ def _flops(device: torch.device, dtype: torch.dtype, tokens: int, width: int, se
             # The gradient is dropped as soon as it exists, because the engine takes it then.
             parameter.register_post_accumulate_grad_hook(_drop)
 
-    def train() -> None:
-        output = stream
-        for block in blocks:
+    def train(tokens: int, count: int) -> None:
+        output = stream[:, :tokens]
+        for block in blocks[:count]:
             output = block(output)
         output.sum().backward()
 
     with torch.enable_grad():
-        return 6.0 * each * count * tokens * _per_second(train, device, seconds)
+        if device.type == "cpu" and tokens > MIN_TOKENS:
+            # Tokens times blocks.
+            affordable = CPU_SECONDS * MIN_TOKENS * repeated(partial(train, MIN_TOKENS, 1), 0.0)
+            tokens = min(tokens, max(MIN_TOKENS, int(affordable / count)))
+            count = min(count, max(1, int(affordable / tokens)))
+        return 6.0 * each * count * tokens * _per_second(partial(train, tokens, count), device, seconds)
 
 
 def _drop(parameter: Tensor) -> None:

@@ -48,6 +48,27 @@ def test_operations_are_those_of_parameters_and_tokens(
     assert all(p.grad is None for block in blocks for p in block.parameters())  # taken as they came
 
 
+@pytest.mark.parametrize(
+    ("seconds", "tokens", "blocks"), [(1e-3, 512, 8), (0.04, 400, 8), (1.0, 32, 4), (9.0, 32, 1)]
+)
+def test_a_slow_cpu_computes_fewer_tokens_and_then_fewer_blocks(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, tokens: int, blocks: int
+) -> None:
+    """``seconds`` are those of 32 tokens in one block."""
+    passes = []
+
+    def by_clock(call: Any, _: float) -> float:
+        ran_tokens, ran_blocks = call.args
+        passes.append((ran_tokens, ran_blocks))
+        return 32 / (seconds * ran_tokens * ran_blocks)
+
+    monkeypatch.setattr(device_rates, "repeated", by_clock)
+    monkeypatch.setattr(device_rates, "WEIGHTS_BYTES", 8 * 12 * 64 * 64 * 4)
+    rates = device_rates.measure(CPU, torch.float32, tokens=512, width=64)
+    assert passes == [(32, 1), (tokens, blocks)]
+    assert rates.flops == pytest.approx(6 * 12 * 64 * 64 * 32 / seconds)
+
+
 def test_gradients_are_computed_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = []
     monkeypatch.setattr(device_rates, "_drop", lambda parameter: gradients.append(parameter.grad))

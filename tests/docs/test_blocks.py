@@ -87,7 +87,7 @@ def run_in_process_of_its_own(page: str) -> None:
     """Run all Python blocks of the page in one process, which imports the page's library once."""
     source = "\n".join(replaced(page, block.body) for block in blocks(page) if block.language == "python")
     command = [sys.executable, "-W", "ignore", "-c", source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{page}\n{done.stderr}"
 
 
@@ -98,7 +98,7 @@ def run_command(page: str, command: str, printed: str) -> None:
         ["bash", "-o", "pipefail", "-c", shown],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         stdin=subprocess.DEVNULL,
     )
     output = done.stdout + done.stderr

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tiering.telemetry import Description, Snapshot, StatusWriter
 
 from .processes import Sidecar, Training, tierd, train
+
+if TYPE_CHECKING:
+    from .chromium import Open
 
 Publish = Callable[..., StatusWriter]
 
@@ -43,6 +47,24 @@ def sidecar(directory: Path) -> Iterator[Sidecar]:
     """A real ``tierd`` of ``directory``. Of another one, or with arguments: ``processes.tierd``."""
     with tierd(directory) as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    # Here: without playwright the import skips the test, and only tests of the page need it.
+    from .chromium import chromium
+
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Open]:
+    """``visit(url)`` opens the page in a tab of its own."""
+    from .chromium import visits_of
+
+    with visits_of(browser) as visit:
+        yield visit
 
 
 @pytest.fixture(scope="session")

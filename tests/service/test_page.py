@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,7 @@ from tiering.telemetry import (
     TrainingCurve,
 )
 
-from .chromium import BLOCKED, CHROMIUM, Open, chromium, sync_api, visits_of
+from .chromium import BLOCKED, CHROMIUM, Open, sync_api
 from .conftest import Publish
 from .processes import Sidecar, Training, tierd
 
@@ -48,18 +47,6 @@ STYLES = (
     "@keyframes @media :has( :not( :nth-child( attr( blur( color-mix( grayscale( inset( light-dark( linear-gradient( "
     "min( minmax( polygon( repeat( repeating-linear-gradient( rotate( scale( var("
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Open]:
-    with visits_of(browser) as visit:
-        yield visit
 
 
 @pytest.fixture(scope="module")

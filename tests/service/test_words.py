@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service.web_page import read_files
 from tiering.telemetry import CollectiveStatus, TierStatus
 
-from .chromium import CHROMIUM, Open, chromium, visits_of
+from .chromium import CHROMIUM, Open
 from .conftest import Publish
 from .full_view import SNAPSHOT
 from .processes import Sidecar
@@ -41,18 +39,6 @@ PLACES = (
     "#facts dt, th[scope=col], .legend li, #tiers h3, .step-told th[scope=row], #state, #ranks td.left .state, "
     "#collectives th[scope=row]"
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Open]:
-    with visits_of(browser) as visit:
-        yield visit
 
 
 def test_every_word_has_an_explanation_that_the_keyboard_reaches(

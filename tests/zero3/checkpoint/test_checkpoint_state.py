@@ -23,9 +23,9 @@ from torch.utils._device import DeviceContext
 import optim_cpu
 import tiering
 from tests.zero3.checkpoints import SETTINGS, Start, begin
-from tests.zero3.conftest import config
+from tests.zero3.conftest import config, same_bits
 from tests.zero3.inside import saver_of
-from tests.zero3.resuming import STREAMED, Model, train
+from tests.zero3.resuming import STREAMED, Model, moments, tokens, train
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError
 from zero3.building.weights import FileSource, OpenFiles
@@ -57,6 +57,42 @@ def test_how_weights_decay_stays_as_the_optimizer_was_made(
     assert other.optimizer.param_groups[0]["decoupled_weight_decay"] is (here == "AdamW")
     assert f"the state of {saved} is loaded as that of {here}" in caplog.text
     assert f"decoupled_weight_decay {saved == 'AdamW'}" in caplog.text
+
+
+@pytest.mark.parametrize("placement", [{}, STREAMED], ids=["memory", "nvme"])
+def test_subnormals_of_an_earlier_version_load_and_are_zeros_in_the_next_step(
+    start: Start, tmp_path: Path, placement: dict[str, Any]
+) -> None:
+    """Since steps have no subnormals, only checkpoints of earlier versions do. They load as they were written."""
+    name, smallest, least_normal = "blocks.1.0.weight", 2.0**-149, torch.finfo(torch.float32).tiny
+    states = {}
+    for kind in ("subnormal", "zero"):
+        torch.manual_seed(1)
+        engine = begin(start, precision="fp32", **placement)
+        train(engine, range(1))
+        for state in ("exp_avg", "exp_avg_sq"):
+            values = engine.get_fp32_state(name, state)
+            generator = torch.Generator().manual_seed(4)
+            chosen = torch.rand(values.shape, generator=generator) < 0.5
+            tiny = torch.randint(1, 2**23, values.shape, generator=generator) * smallest
+            values[chosen] = tiny[chosen] if kind == "subnormal" else 0.0
+            engine.set_fp32_state(name, state, values)
+            assert bool(((values > 0) & (values < least_normal)).any()) is (kind == "subnormal")
+            states[kind, state] = values
+        engine.save_checkpoint(tmp_path / kind)
+        engine.close()
+    after = []
+    for kind in ("subnormal", "zero"):
+        engine = begin(start, precision="fp32", **placement)
+        engine.load_checkpoint(tmp_path / kind)
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(engine.get_fp32_state(name, state), states[kind, state])
+        engine.backward(engine(tokens(1)))
+        # Any gradient would be so much larger that they do not count.
+        engine.set_fp32_gradient(name, torch.zeros_like(values))
+        engine.step()
+        after.append(moments(engine) | dict(engine.master_state_dict()))
+    assert same_bits(*after) == []
 
 
 def test_the_format_of_state_stays_as_the_optimizer_was_made(start: Start, tmp_path: Path) -> None:

@@ -159,10 +159,16 @@ def _steps(text: str) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    import torch
+
     from tiering.demo.run import demo
     from tiering.demo.settings import Settings
+    from zero3.device import cpu_dtypes
 
     settings = Settings() if options.steps is None else Settings(steps=options.steps)
+    if cpu_dtypes.is_slow(torch.bfloat16):
+        print("This CPU has no instructions for bf16: the demo computes in fp32.")
+        settings = settings.in_fp32()
     return demo(options.dir, port=options.port, settings=settings, plant_fault=options.plant_fault)
 
 

@@ -24,6 +24,7 @@ from zero3.building.model_checks import check_model
 from zero3.deepspeed import checkpointing
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.deepspeed.engine import DeepSpeedEngine
+from zero3.device.cpu_dtypes import warn_if_slow
 from zero3.loop.data_loader import TrainingLoader, make_loader
 from zero3.optimizer import schedulers
 from zero3.optimizer.client import ClientOptimizer
@@ -155,6 +156,7 @@ def initialize(
             )
             engine.training_dataloader = loader
         _log_once(report.short())
+        warn_if_slow(settings, engine.device)
         _warn_replaced("optimizer", optimizer and engine.optimizer_name(), report)
         _warn_replaced("scheduler", lr_scheduler and type(scheduler).__name__, report)
     except BaseException:

@@ -37,6 +37,7 @@ from tiering.demo.run import FAILED, FAULT_MISSED, GOOD, UNUSABLE, demo, judge_f
 from tiering.demo.settings import Settings, Way
 from tiering.demo.worker import digest, train
 from tiering.errors import TieringError
+from zero3.device import cpu_dtypes
 
 TINY = Settings(steps=4, sequence=32, width=64, layers=2, heads=2, sample_bytes=4)
 
@@ -70,14 +71,15 @@ def test_the_default_model_is_large_enough() -> None:
 
 
 @pytest.mark.parametrize("way", [Way.NVME, Way.MEMORY])
-def test_the_configuration_is_one_a_user_could_write(way: Way) -> None:
-    config, report = load(json.loads(json.dumps(Settings().config(way, Path("/x"), "demo-1"))))
+@pytest.mark.parametrize("settings", [Settings(), Settings().in_fp32()], ids=["bf16", "fp32"])
+def test_the_configuration_is_one_a_user_could_write(settings: Settings, way: Way) -> None:
+    config, report = load(json.loads(json.dumps(settings.config(way, Path("/x"), "demo-1"))))
     assert isinstance(config, TieringConfig)
     assert not report.refused
     device = "nvme" if way is Way.NVME else "none"
     assert config.zero.offload_param.device == config.zero.offload_optimizer.device == device
     assert (config.precision, config.gradient_clipping, config.gradient_accumulation_steps) == (
-        "bf16",
+        settings.precision,
         1.0,
         2,
     )
@@ -116,7 +118,9 @@ def test_batches_depend_on_their_index_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [TINY, replace(TINY, clip=1e9, eps=1e-2)], ids=["clipped", "scale matters"]
+    "settings",
+    [TINY, replace(TINY, clip=1e9, eps=1e-2), TINY.in_fp32()],
+    ids=["clipped", "scale matters", "fp32"],
 )
 def test_the_plain_loop_is_adamw_on_fp32_masters(settings: Settings) -> None:
     """Against AdamW written out for one parameter, over two steps of two micro-batches."""
@@ -145,7 +149,9 @@ def test_the_plain_loop_is_adamw_on_fp32_masters(settings: Settings) -> None:
         loop.step(pairs)
         torch.testing.assert_close(loop.masters[name].detach(), master, rtol=1e-5, atol=1e-7)
         weights = dict(loop.model.named_parameters())
-        assert all(torch.equal(weights[key], value.bfloat16()) for key, value in loop.masters.items())
+        dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
+        assert {weight.dtype for weight in weights.values()} == {dtype}
+        assert all(torch.equal(weights[key], value.to(dtype)) for key, value in loop.masters.items())
 
 
 def test_a_digest_covers_names_dtypes_shapes_and_every_bit() -> None:
@@ -168,7 +174,7 @@ def test_a_digest_covers_names_dtypes_shapes_and_every_bit() -> None:
 
 def results(**changes: Any) -> dict[Way, dict[str, Any]]:
     def result(losses: list[float], read: int) -> dict[str, Any]:
-        digests = {"16-bit weights": "a" * 64, "fp32 weights": "b" * 64}
+        digests = {"model weights": "a" * 64, "fp32 masters": "b" * 64}
         tiers = [
             {"name": "device", "peak": 10, "budget": 20},
             {"name": "host", "peak": 30, "budget": 40},
@@ -196,7 +202,7 @@ def test_a_good_verdict_needs_all_of_it() -> None:
     assert not judge(results(), run_in_status=False).good
     assert not judge(results(read=0, written=0), run_in_status=True).good
     assert not judge(results(losses=[5.0, 4.0, 3.0, 5.0]), run_in_status=True).good
-    for digests in ({"16-bit weights": "a" * 64, "fp32 weights": "c" * 64}, {"16-bit weights": "a" * 64}):
+    for digests in ({"model weights": "a" * 64, "fp32 masters": "c" * 64}, {"model weights": "a" * 64}):
         assert not judge(results(digests=digests), run_in_status=True).good
 
 
@@ -211,7 +217,7 @@ def test_tables_show_the_figures() -> None:
     text = printed(verdict_table(results(), judge(results(), run_in_status=True)), memory_table(results()))
     for part in ("equal", "moved", "5.000 -> 2.000", "2.50e-01", "2.00 MiB", "40 B", "60 B", "1.00 GiB"):
         assert part in text, part
-    broken = results(digests={"16-bit weights": "d" * 64, "fp32 weights": "b" * 64}, read=0)
+    broken = results(digests={"model weights": "d" * 64, "fp32 masters": "b" * 64}, read=0)
     text = printed(verdict_table(broken, judge(broken, run_in_status=False)))
     for part in ("DIFFERENT", "NOTHING MOVED", "NO"):
         assert part in text, part
@@ -379,9 +385,10 @@ def test_the_demo_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("settings", [TINY, replace(TINY, width=256).in_fp32()], ids=["bf16", "fp32"])
 @pytest.mark.usefixtures("here")
-def test_a_planted_fault_is_found(tmp_path: Path) -> None:
-    code, text = run_tiny(tmp_path, plant_fault=True)
+def test_a_planted_fault_is_found(tmp_path: Path, settings: Settings) -> None:
+    code, text = run_tiny(tmp_path, settings, plant_fault=True)
     assert code == FAILED, text
     assert "planted fault: " in text
     assert "the planted fault was found" in text
@@ -453,7 +460,10 @@ def test_too_few_steps_are_refused(steps: str) -> None:
     assert caught.value.code == 2
 
 
-def test_what_the_command_was_told_reaches_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_the_command_was_told_reaches_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
     calls: list[Any] = []
 
     def record(directory: Path, **options: Any) -> int:
@@ -461,9 +471,11 @@ def test_what_the_command_was_told_reaches_the_demo(tmp_path: Path, monkeypatch:
         return FAULT_MISSED
 
     monkeypatch.setattr(tiering.demo.run, "demo", record)
+    monkeypatch.setattr(cpu_dtypes, "is_slow", lambda dtype: slow)
     arguments = ["--dir", str(tmp_path), "--port", "7", "--steps", "9", "--plant-fault"]
     assert main(["demo", *arguments]) == FAULT_MISSED
-    assert calls == [(tmp_path, {"port": 7, "settings": Settings(steps=9), "plant_fault": True})]
+    settings = Settings(steps=9).in_fp32() if slow else Settings(steps=9)
+    assert calls == [(tmp_path, {"port": 7, "settings": settings, "plant_fault": True})]
 
 
 def test_help_needs_no_torch() -> None:

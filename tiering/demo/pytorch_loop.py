@@ -1,4 +1,4 @@
-"""A usual PyTorch loop: a bf16 model, fp32 masters, torch's AdamW, clipping by norm."""
+"""A usual PyTorch loop: a bf16 or fp32 model, fp32 masters, torch's AdamW, clipping by norm."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tiering.demo.settings import Settings
 
 
 class PlainLoop:
-    """Owns ``model``: copies fp32 masters from it, then converts it to bf16."""
+    """Owns ``model``: copies fp32 masters from it, then converts it to the precision of the settings."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.settings = settings
         names = [name for name, _ in model.named_parameters()]
         masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
         self.masters = dict(zip(names, masters, strict=True))
-        self.model = model.bfloat16()
+        self.model = model.bfloat16() if settings.precision == "bf16" else model
         self.optimizer = torch.optim.AdamW(
             masters,
             lr=settings.lr,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the model and its batches, and hyperparameters of the optimizer. The defaults give 25.6 M parameters."""
+    """Sizes of the model and its batches, and hyperparameters of the optimizer. The defaults give 25.6 M parameters.
+
+    ``precision`` is bf16 or fp32, of the model in all ways.
+    """
 
     steps: int = 20
     micro_batch: int = 2
@@ -39,9 +42,14 @@ class Settings:
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 1234
+    precision: str = "bf16"
     host_budget: str = "160MiB"
     device_budget: str = "64MiB"
     sample_bytes: int = 64
+
+    def in_fp32(self) -> Settings:
+        """For CPUs without instructions for bf16. Unsharded groups and parameters need twice the memory."""
+        return replace(self, precision="fp32", device_budget="128MiB")
 
     @property
     def tokens_per_step(self) -> int:
@@ -55,7 +63,7 @@ class Settings:
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": self.precision == "bf16"},
             "optimizer": {
                 "type": "AdamW",
                 "params": {

@@ -95,8 +95,8 @@ class TieredRun:
             "sample": sample,
             "state_bytes": self.engine.plan.state_bytes(),
             "digests": {
-                "16-bit weights": digest(self.engine.state_dict()),
-                "fp32 weights": digest(self.engine.master_state_dict()),
+                "model weights": digest(self.engine.state_dict()),
+                "fp32 masters": digest(self.engine.master_state_dict()),
             },
         }
 
@@ -121,7 +121,7 @@ class PlainRun:
 
     def finish(self) -> dict[str, Any]:
         weights = dict(self.loop.model.named_parameters())
-        return {"digests": {"16-bit weights": digest(weights), "fp32 weights": digest(self.loop.masters)}}
+        return {"digests": {"model weights": digest(weights), "fp32 masters": digest(self.loop.masters)}}
 
     def close(self) -> None:
         pass

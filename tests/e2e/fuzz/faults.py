@@ -140,13 +140,24 @@ def _update(run: Run, rng: random.Random) -> None:
                 run.gradients_are_gone()
 
 
+def _look(run: Run, rng: random.Random) -> None:
+    """A forward that leaves everything as it was."""
+    before = Moment(run, rng)
+    try:
+        with torch.no_grad():
+            run.loss(rng)
+    finally:
+        before.go_back()
+
+
 @action(Effect.WEIGHTS, weight=2, plain=False, failing=True)
 def updates_with_failing_transfers(run: Run, rng: random.Random) -> None:
     """Updates during which transfers fail."""
     with failing_transfers(run, random.Random(rng.random())):
         for _ in range(2):
             _update(run, rng)
-    # A write that failed is met here at the latest.
+    # A read ahead of a pass that failed is met by the next pass, a write that failed by a read of its bytes.
+    again(partial(_look, run, rng))
     for name in run.trained:
         for key in run.loop.state_names:
             again(partial(run.loop.get_fp32_state, name, key))

@@ -65,10 +65,20 @@ def save_in_background(run: Run, rng: random.Random) -> None:
 def resume(run: Run, rng: random.Random) -> None:
     """Save, close, and go on in a new engine, placed in another way."""
     save(run, rng)
-    if run.on_tiers and run.training.tile:
+    if run.on_tiers and run.training.tile and _updated_equally(run):
         _save_with_other_tiles(run, rng)
     run.begin_anew(_elsewhere(run, rng))
     _load(run)
+
+
+def _updated_equally(run: Run) -> bool:
+    """Whether the tiles of each weight have the same number of updates, which is one number in larger tiles."""
+    steps = run.loop.optimizer.steps
+    updates = {name: steps.get(number, 0) for number, (name, _) in enumerate(run.model.named_parameters())}
+    return all(
+        len({updates[part] for part in run.parts_of(name) if part in updates}) <= 1
+        for name in run.loop.master_state_dict()
+    )
 
 
 def _save_with_other_tiles(run: Run, rng: random.Random) -> None:

@@ -4,8 +4,8 @@
     engine, optimizer, dataloader, lr_scheduler = deepspeed.initialize(model=model, config="ds_config.json")
 
 Public are the names in ``__all__``, DeepSpeed's import paths (zero, comm, accelerator, checkpointing, ops, runtime,
-utils), ``tiering.integrations``, ``tiering.errors``, and ``tiering.planning`` for estimates in Python. Modules with an
-underscore and packages that say "internal" may change at any time.
+utils), ``tiering.sequence``, ``tiering.integrations``, ``tiering.errors``, and ``tiering.planning`` for estimates in
+Python. Modules with an underscore and packages that say "internal" may change at any time.
 
 Names are resolved on first use (see _lazy.py), so that ``import tiering`` loads neither torch nor the engine.
 """
@@ -20,7 +20,7 @@ from tiering._module_finder import FINDER
 from tiering._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tiering import accelerator, checkpointing, comm, ops, runtime, utils, zero
+    from tiering import accelerator, checkpointing, comm, ops, runtime, sequence, utils, zero
     from tiering.errors import (
         ArenaError,
         CheckpointError,
@@ -75,7 +75,7 @@ __getattr__, __dir__ = _lazy.names(
         "zero3.building.quantization": ("quantize",),
         "zero3.building.tiling": ("tile",),
     },
-    submodules=("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero"),
+    submodules=("accelerator", "checkpointing", "comm", "ops", "runtime", "sequence", "utils", "zero"),
 )
 
 __all__ = [
@@ -112,6 +112,7 @@ __all__ = [
     "plan_for",
     "quantize",
     "runtime",
+    "sequence",
     "tile",
     "utils",
     "version",

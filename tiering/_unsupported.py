@@ -55,8 +55,8 @@ REPLACEMENTS = (
     ),
     Replacement(
         "sequence runtime.sequence_parallel runtime.chunked_cross_entropy utils.groups._get_sequence_parallel_group",
-        "recompute activations (`torch.utils.checkpoint`), or train with shorter sequences: each rank has whole"
-        " sequences",
+        "use `tiering.sequence.ulysses_attention`, which divides the sequences of a transformers model among ranks, and"
+        " `tiering.chunked_cross_entropy`",
     ),
     Replacement(
         "OnDevice utils.OnDevice utils.init_on_device",

@@ -188,7 +188,19 @@ GIVEN: dict[Key, str] = {
         model = build()
         data = torch.utils.data.TensorDataset(*batch(8))
         """),
-    ("distributed.md", "weights = engine.state_dict()"): 'os.environ["RANK"] = "0"',
+    ("distributed.md", "# train_sequences.py"): LLAMA
+    + dedent("""\
+        engine.close()
+        LlamaForCausalLM(llama).save_pretrained("Llama-3.2-3B")
+        Path("my_data.py").write_text(
+            "import torch\\ntokens = torch.arange(64).view(4, 16)\\n"
+            "documents = [{'input_ids': row, 'labels': row} for row in tokens]\\n"
+        )
+        """),
+    ("distributed.md", "weights = engine.state_dict()"): dedent("""\
+        os.environ["RANK"] = "0"
+        engine, *_ = tiering.initialize(model=build(), config=ds_config)
+        """),
     ("engine.md", "with tiering.gathered(model.head.weight, modify=True) as weight, torch.no_grad():"): ENGINE
     + "model = engine.module\nloss = 0\nengine.backward(engine(*batch()))\n",
     ("engine.md", "from peft import LoraConfig, get_peft_model"): dedent("""\
@@ -267,6 +279,9 @@ HOLDS: dict[Key, str] = {
 # Commands that run in another form: with less to do, on a free port, for some seconds, from this source tree.
 BRIEF = "--size 64M --runtime 0.3"
 RUN_AS: dict[Key, str] = {
+    ("distributed.md", "torchrun --standalone --nproc-per-node=2 train_sequences.py"): (
+        "python -m torch.distributed.run --standalone --nproc-per-node=2 train_sequences.py"
+    ),
     ("transformers.md", "torchrun --nproc-per-node 2 finetune.py"): (
         "python -m torch.distributed.run --nproc-per-node 2 finetune.py"
     ),
@@ -322,6 +337,7 @@ OWN_PROCESS: set[str] = {"accelerate.md", "deepspeed-programs.md", "lightning.md
 
 # Blocks and commands that take seconds: they run in `make test-all` alone.
 SLOW: set[Key] = {
+    ("distributed.md", "torchrun --standalone --nproc-per-node=2 train_sequences.py"),
     ("transformers.md", "torchrun --nproc-per-node 2 finetune.py"),
     ("tierbench.md", "tierbench /mnt/nvme0 --json > before.json"),
     ("tierbench.md", "tierbench /mnt/nvme0 --json > after.json"),

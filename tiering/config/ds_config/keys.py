@@ -60,7 +60,7 @@ _COLLECTIVES = no_effect("ranks always exchange shards in one collective per gro
 _AVERAGE = no_effect(
     "gradients of all ranks are summed in fp32 and averaged once, so the sum cannot overflow"
 )
-_SEQUENCES = no_effect("sequence parallelism is not supported")
+_SEQUENCES = no_effect("tiering.sequence.ulysses_attention exchanges tensors in their own dtype")
 _BUDGETS = no_effect("tiering.device_budget and tiering.host_budget set this")
 _MINIMUM = no_effect("the plan sizes the buffers to the budgets")
 _PINNED = no_effect("host memory is always one pinned arena", off=_ALWAYS)
@@ -451,7 +451,9 @@ FILE: Tree = {
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant",
     ),
     "data_parallel_size": refused("all ranks are data-parallel ranks"),
-    "sequence_parallel_size": refused("not supported in this version", False, 0, 1),
+    "sequence_parallel_size": refused(
+        "call tiering.sequence.ulysses_attention(model, ranks=...) instead", False, 0, 1
+    ),
     "gradient_allreduce_op": no_effect("gradients are always averaged over ranks", off=("mean",)),
     "managed_gradient_accumulation": refused(
         "gradient_accumulation_steps sets this", is_request=operator.not_

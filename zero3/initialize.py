@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
@@ -32,6 +33,7 @@ from zero3.optimizer.tiered import TieredOptimizer
 from zero3.params.compilation import unwrap
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
 from zero3.ranks.joining import standing
+from zero3.ranks.mesh import place_of
 from zero3.setup.assembly import Weights
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -58,13 +60,14 @@ def initialize(
     training_data: Dataset[Any] | None = None,
     lr_scheduler: LRScheduler | SchedulerFactory | None = None,
     distributed_port: int = 29500,
-    mpu: None = None,
+    mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Mapping[str, Any] | str | Path | None = None,
-    mesh_param: None = None,
+    mesh_param: Sequence[int] | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     weights: str | Path | None = None,
     strict: bool = True,
     strict_args: bool = True,
@@ -88,6 +91,11 @@ def initialize(
     MPICH or srun has started, unless they are already joined; ``dist_init_required`` and ``distributed_port`` are
     passed to ``init_distributed``.
 
+    ``mesh`` arranges all ranks in dimensions with names: data dimensions ("data", "dp", "replicate", "shard" and so on)
+    and at most those of ranks that share sequences ("sequence", "sp", "cp"; see ``tiering.sequence``), which get the
+    same batches. Its data ranks determine batch sizes and loaders; state is divided among all ranks. DeepSpeed's
+    ``mesh_param``, (data ranks, ranks of a sequence), and Megatron's ``mpu`` do the same.
+
     ``weights`` is a safetensors file, or a Hugging Face style directory of them: parameters take their first values
     from there, on their way to the tiers, and masters keep the precision of the file. Names that only the model or only
     the files have are an error, or with ``strict`` False a warning.
@@ -107,13 +115,9 @@ def initialize(
         model = model.module
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError(
-            "initialize got mpu or mesh_param: model parallelism is not supported in this version; remove the argument,"
-            " and all ranks are data parallel"
-        )
     source = _configuration(args, config, config_params)
-    rank, world_size = _join(distributed_port, dist_init_required)
+    _join(distributed_port, dist_init_required)
+    place = place_of(mesh, mesh_param, mpu)
     _end_engine(model)
     check_model(model)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -124,7 +128,7 @@ def initialize(
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
         strict=strict_args,
     )
-    settings, report = ds_config.load(source, world_size=world_size, context=context)
+    settings, report = ds_config.load(source, world_size=place.data_size, context=context)
     for entry in report.entries:
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():
@@ -139,6 +143,7 @@ def initialize(
     settings = checkpointing.with_options(settings)
     saved = None if resume is None else Path(resume)
     engine = DeepSpeedEngine(model, settings, model_parameters, optimizer, stored, report.status(), saved)
+    engine.mesh_place = place
     try:
         scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
         engine.lr_scheduler = scheduler
@@ -150,8 +155,8 @@ def initialize(
                 training_data,
                 settings.micro_batch_size,
                 collate_fn,
-                rank=rank,
-                world_size=world_size,
+                rank=place.data_rank,
+                world_size=place.data_size,
                 drop_last=settings.dataloader_drop_last,
             )
             engine.training_dataloader = loader
@@ -206,8 +211,8 @@ def _steps(scheduler: object) -> TypeGuard[LRScheduler]:
     return not isinstance(scheduler, type) and callable(getattr(scheduler, "step", None))
 
 
-def _join(port: int, required: bool | None) -> tuple[int, int]:
-    """Join the ranks that a launcher has started, and name the rank in logs. Returns (rank, world size)."""
+def _join(port: int, required: bool | None) -> None:
+    """Join the ranks that a launcher has started, and name the rank in logs."""
     if required is None:
         discover(port)
         # A single rank of a launcher: its script may use torch.distributed.
@@ -215,10 +220,8 @@ def _join(port: int, required: bool | None) -> tuple[int, int]:
             init_distributed(verbose=False)
     else:
         init_distributed(distributed_port=port, dist_init_required=required)
-    rank, world_size = standing()
-    _logs.set_rank(rank, world_size)
+    _logs.set_rank(*standing())
     _logs.follow(os.environ)
-    return rank, world_size
 
 
 def _configuration(

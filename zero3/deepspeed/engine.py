@@ -29,6 +29,7 @@ from zero3.loop.step_state import accumulation_steps
 from zero3.observe.ending import error_under_way
 from zero3.params.precision import keeps_dtype
 from zero3.params.row_tiles import tiled_weights
+from zero3.ranks.mesh import MeshPlace
 from zero3.setup.assembly import Weights
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -73,6 +74,7 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
         _engines[model] = weakref.ref(self)
         self.config: dict[str, Any] = {}
         self.collate_fn: Callable[[list[Any]], Any] | None = None
+        self.mesh_place = MeshPlace(self._world.rank, self._world.size)
         self._optimizer_class = "" if optimizer is None else _name_of(optimizer)
         self._warned_of_zero_grad = False
 
@@ -150,8 +152,8 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
 
     @property
     def dp_world_size(self) -> int:
-        """The number of ranks that share the data: all ranks."""
-        return self._world.size
+        """The number of ranks with other data: all, without a mesh in which ranks share sequences."""
+        return self.mesh_place.data_size
 
     @property
     def mp_world_size(self) -> int:
@@ -159,8 +161,8 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
         return 1
 
     def get_data_parallel_rank(self) -> int:
-        """The rank of this process among those that share the data."""
-        return self._world.rank
+        """The number of this rank's data among ``dp_world_size``."""
+        return self.mesh_place.data_rank
 
     def get_model_parallel_rank(self) -> int:
         """The rank of this process among those that share one sample: 0."""
@@ -203,7 +205,7 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
         """
         self._ready.check_open("set_train_batch_size")
         self._ready.check_no_gradients("set_train_batch_size")
-        steps = accumulation_steps(train_batch_size, self.settings, self._world.size)
+        steps = accumulation_steps(train_batch_size, self.settings)
         self.settings = self.settings.model_copy(
             update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         )
@@ -393,8 +395,8 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"deepspeed_io got route {route!r}; use 'train', 'eval' or 'predict'")
         options: dict[str, Any] = {
-            "rank": self._world.rank,
-            "world_size": self._world.size,
+            "rank": self.mesh_place.data_rank,
+            "world_size": self.mesh_place.data_size,
             "drop_last": self.settings.dataloader_drop_last,
             "workers": num_local_io_workers or 0,
             "pin_memory": pin_memory,

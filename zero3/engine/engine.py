@@ -343,7 +343,8 @@ class Engine(StateFiles):
 
     def train_batch_size(self) -> int:
         """Samples per update, over all ranks."""
-        return self.settings.micro_batch_size * self.settings.gradient_accumulation_steps * self._world.size
+        settings = self.settings
+        return settings.micro_batch_size * settings.gradient_accumulation_steps * settings.world_size
 
     @property
     def loss_scale(self) -> LossScale:

@@ -200,12 +200,12 @@ class Accumulation:
         self.waiting = micro_steps % self.steps
 
 
-def accumulation_steps(train_batch_size: int, config: TieringConfig, world_size: int) -> int:
+def accumulation_steps(train_batch_size: int, config: TieringConfig) -> int:
     """How many micro-batches make an update of ``train_batch_size`` samples. See Engine.set_train_batch_size."""
-    samples = config.micro_batch_size * world_size
+    samples = config.micro_batch_size * config.world_size
     if train_batch_size < samples or train_batch_size % samples:
         raise ConfigError(
-            f"set_train_batch_size({train_batch_size}): a micro-batch on each of {world_size} ranks is {samples}"
+            f"set_train_batch_size({train_batch_size}): a micro-batch on each of {config.world_size} ranks is {samples}"
             " samples; give a multiple of that"
         )
     steps = train_batch_size // samples

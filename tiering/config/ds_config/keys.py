@@ -452,7 +452,7 @@ FILE: Tree = {
     ),
     "data_parallel_size": refused("all ranks are data-parallel ranks"),
     "sequence_parallel_size": refused(
-        "call tiering.sequence.ulysses_attention(model, ranks=...) instead", False, 0, 1
+        "pass mesh_param to initialize, and call tiering.sequence.ulysses_attention", False, 0, 1
     ),
     "gradient_allreduce_op": no_effect("gradients are always averaged over ranks", off=("mean",)),
     "managed_gradient_accumulation": refused(

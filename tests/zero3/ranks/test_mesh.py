@@ -1,0 +1,172 @@
+"""A mesh of ranks: data dimensions count for batches and loaders, ranks that share sequences get the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import TensorDataset
+
+import tiering
+from tests.zero3.conftest import config
+from zero3.ranks.mesh import MeshPlace, place_of
+
+from .pool import Pool
+
+Ranks = Callable[[int], Pool]
+SAMPLES = 16
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def begin(nvme: Path, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.arange(SAMPLES * 4.0).view(SAMPLES, 4) / 64)
+    settings = config(nvme, precision="fp32", accumulation=2)
+    return tiering.initialize(model=Line(), config=settings, training_data=data, **arguments)
+
+
+def seen(rank: int, nvme: Path, how: str) -> tuple[MeshPlace, tuple[int, ...], list[list[float]], Tensor]:
+    """The place of a rank, its batch sizes, the samples that its loader gave, and the weights after a pass."""
+    tiering.init_distributed(verbose=False)
+    sizes, names = MESHES[how]
+    arguments: dict[str, Any] = {}
+    if how == "mesh_param":
+        arguments["mesh_param"] = sizes
+    elif how == "mpu":
+        arguments["mpu"] = SimpleNamespace(
+            get_model_parallel_world_size=lambda: 1,
+            get_data_parallel_world_size=lambda: sizes[0],
+            get_data_parallel_rank=lambda: rank // sizes[1],
+            get_sequence_parallel_world_size=lambda: sizes[1],
+            get_sequence_parallel_rank=lambda: rank % sizes[1],
+        )
+    elif sizes:
+        arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    engine, _, loader, _ = begin(nvme, **arguments)
+    with engine:
+        samples = []
+        for (x,) in loader:
+            engine.backward(engine(x))
+            engine.step()
+            samples.append((x[:, 0] * 16).tolist())
+        assert (engine.dp_world_size, engine.get_data_parallel_rank()) == (
+            engine.mesh_place.data_size,
+            engine.mesh_place.data_rank,
+        )
+        ordered = [x[0, 0].item() * 16 for (x,) in engine.deepspeed_io(loader.dataset, 1, "eval")]
+        assert len(ordered) == SAMPLES // engine.dp_world_size
+        weights = engine.state_dict()["linear.weight"].clone()
+        return engine.mesh_place, engine.get_batch_info(), samples, weights
+
+
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...] | None]] = {
+    "no mesh": ((), None),
+    "one dimension": ((4,), None),
+    "replicate and shard": ((2, 2), ("replicate", "shard")),
+    "data and sequence": ((2, 2), ("data", "sequence")),
+    "sequence and data": ((2, 2), ("sequence", "data")),
+    "a tensor dimension of one rank": ((2, 1, 2), ("dp", "tp", "cp")),
+    "mesh_param": ((2, 2), None),
+    "mpu": ((2, 2), None),
+}
+
+
+@pytest.mark.parametrize("how", list(MESHES)[:3])
+def test_data_dimensions_are_as_no_mesh(ranks: Ranks, nvme: Path, how: str) -> None:
+    every = ranks(4).run(seen, nvme, how)
+    assert [place.data_rank for place, *_ in every] == [0, 1, 2, 3]
+    assert {sizes for _, sizes, *_ in every} == {(16, 2, 2)}
+    samples = [sample for _, _, batches, _ in every for batch in batches for sample in batch]
+    assert sorted(samples) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("how", list(MESHES)[3:])
+def test_ranks_that_share_sequences_get_the_same_data(ranks: Ranks, nvme: Path, how: str) -> None:
+    every = ranks(4).run(seen, nvme, how)
+    apart = [0, 1, 0, 1] if how == "sequence and data" else [0, 0, 1, 1]
+    assert [place.data_rank for place, *_ in every] == apart
+    assert [place.sequence_rank for place, *_ in every] == ([0, 0, 1, 1] if apart[1] else [0, 1, 0, 1])
+    assert {(place.data_size, place.sequence_size) for place, *_ in every} == {(2, 2)}
+    assert {sizes for _, sizes, *_ in every} == {(8, 2, 2)}, "a sequence counts once"
+    parts = {place.data_rank: batches for place, _, batches, _ in every}
+    for place, _, batches, weights in every:
+        assert batches == parts[place.data_rank]
+        assert torch.equal(weights, every[0][3])
+    samples = [sample for batches in parts.values() for batch in batches for sample in batch]
+    assert sorted(samples) == list(range(SAMPLES))
+    # The mean over four ranks, of which each two have the same batch, is the mean over two.
+    (_, _, expected, weights), _ = ranks(2).run(seen, nvme, "no mesh")
+    assert parts[0] == expected
+    torch.testing.assert_close(every[0][3], weights, rtol=1e-6, atol=1e-7)
+
+
+def refusals(rank: int, nvme: Path) -> list[str]:
+    tiering.init_distributed(verbose=False)
+    square = {"mesh_dim_names": ("data", "sequence")}
+    mesh = init_device_mesh("cpu", (1, 2), **square)
+    cases: list[dict[str, Any]] = [
+        {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))},
+        {"mesh": init_device_mesh("cpu", (1, 2))},
+        {"mesh": mesh["data"]},
+        {"mesh": (2, 1)},
+        {"mesh": mesh, "mesh_param": (1, 2)},
+        {"mesh_param": (2, 2)},
+        {"mpu": SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)},
+        {"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)},
+    ]
+    messages = []
+    for case in cases:
+        with pytest.raises(tiering.ConfigError) as caught:
+            begin(nvme, **case)
+        messages.append(caught.value.message)
+    return messages
+
+
+def test_what_the_engine_cannot_divide_is_named(ranks: Ranks, nvme: Path) -> None:
+    first, second = ranks(2).run(refusals, nvme)
+    assert first == second, "one rank would wait for the other"
+    expected = [
+        "has a dimension 'tp' of 2 ranks: tensor, pipeline and expert parallelism are not supported",
+        "no names of dimensions; make it with mesh_dim_names=",
+        "the mesh has 1 of the 2 ranks of this run; pass the mesh of all ranks",
+        "takes a torch.distributed.device_mesh.DeviceMesh, not tuple",
+        "initialize got mesh and mesh_param; pass only one of them",
+        "mesh_param (2, 2) does not fit 2 ranks",
+        "initialize got an mpu of 2 ranks for a model",
+        "an mpu of 1 data ranks and 1 ranks that share a sequence, but the run has 2 ranks",
+    ]
+    for message, part in zip(first, expected, strict=True):
+        assert part in message
+
+
+def differing(rank: int, nvme: Path) -> str:
+    tiering.init_distributed(verbose=False)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
+    with pytest.raises(tiering.TieringError) as caught:
+        begin(nvme, **({"mesh": mesh} if rank else {}))
+    return caught.value.message
+
+
+def test_ranks_with_other_meshes_are_told(ranks: Ranks, nvme: Path) -> None:
+    for message in ranks(2).run(differing, nvme):
+        assert "differs from that of rank 0" in message
+
+
+def test_a_program_of_one_process_needs_no_mesh() -> None:
+    assert place_of(None, None, None) == MeshPlace()
+    with pytest.raises(tiering.ConfigError, match="mesh_param needs several ranks"):
+        place_of(None, (1, 1), None)

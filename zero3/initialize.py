@@ -142,8 +142,9 @@ def initialize(
     stored = None if weights is None else Weights(Path(weights), strict)
     settings = checkpointing.with_options(settings)
     saved = None if resume is None else Path(resume)
-    engine = DeepSpeedEngine(model, settings, model_parameters, optimizer, stored, report.status(), saved)
-    engine.mesh_place = place
+    engine = DeepSpeedEngine(
+        model, settings, model_parameters, optimizer, stored, report.status(), saved, place
+    )
     try:
         scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
         engine.lr_scheduler = scheduler

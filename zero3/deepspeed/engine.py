@@ -66,15 +66,15 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
         weights: Weights | None = None,
         configuration: ConfigurationStatus | None = None,
         resume: Path | None = None,
+        place: MeshPlace | None = None,
     ) -> None:
         self._were_fp32 = {
             param for param in model.parameters() if param.dtype == torch.float32 and not keeps_dtype(param)
         }
-        super().__init__(model, settings, model_parameters, optimizer, weights, configuration, resume)
+        super().__init__(model, settings, model_parameters, optimizer, weights, configuration, resume, place)
         _engines[model] = weakref.ref(self)
         self.config: dict[str, Any] = {}
         self.collate_fn: Callable[[list[Any]], Any] | None = None
-        self.mesh_place = MeshPlace(self._world.rank, self._world.size)
         self._optimizer_class = "" if optimizer is None else _name_of(optimizer)
         self._warned_of_zero_grad = False
 
@@ -149,6 +149,11 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
     def world_size(self) -> int:
         """The number of ranks."""
         return self._world.size
+
+    @property
+    def mesh_place(self) -> MeshPlace:
+        """The place of this rank in the mesh: its ``coordinate``, and which data it gets."""
+        return self._world.place
 
     @property
     def dp_world_size(self) -> int:

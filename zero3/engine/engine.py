@@ -37,6 +37,7 @@ from zero3.loop.step_state import StepState
 from zero3.params.compilation import eager
 from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_dtypes
 from zero3.passes.hooks import explain_transform, watch_backward
+from zero3.ranks.mesh import MeshPlace
 from zero3.setup.assembly import Weights, assemble
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -57,6 +58,7 @@ class Engine(StateFiles):
         weights: Weights | None = None,
         configuration: ConfigurationStatus | None = None,
         resume: Path | None = None,
+        place: MeshPlace | None = None,
     ) -> None:
         self.module = model
         self.settings = settings
@@ -66,7 +68,7 @@ class Engine(StateFiles):
         self._optimizer_front: OptimizerFront | None = None
         self._module_front: ModuleFront | None = None
 
-        parts = assemble(model, settings, model_parameters, optimizer, weights, resume)
+        parts = assemble(model, settings, model_parameters, optimizer, weights, resume, place)
         try:
             loop = connect(self, model, settings, parts, configuration)
         except BaseException as error:

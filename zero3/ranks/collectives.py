@@ -145,6 +145,7 @@ class Collectives:
             Limits(config.timeout, config.silence),
             engine=name,
             device=None if self._streams is None else self._groups,
+            place=str(world.place),
         )
         # An engine that is freed without close() must stop giving signs of life. At exit, peers end by themselves.
         self._disconnect = weakref.finalize(self, _disconnect, self.peers, self._groups)

@@ -58,7 +58,7 @@ class Heartbeat:
     """Beats until the rank ends. Its thread is a daemon, so it keeps no process alive. A forked child has none.
 
     ``strict``: judge the other ranks also while this rank waits for no collective that it knows of. ``elsewhere``
-    returns the positions of this rank with other engines, by their names.
+    returns the positions of this rank with other engines, by their names. ``place`` is that of this rank in a mesh.
     """
 
     def __init__(
@@ -70,11 +70,12 @@ class Heartbeat:
         *,
         strict: bool,
         elsewhere: Callable[[], Mapping[str, Position]] = dict,
+        place: str = "",
     ) -> None:
         self.store = store
         self.position = Position()
         self._elsewhere = elsewhere
-        self.process = Process.this()
+        self.process = Process.this(place)
         # The thread writes these three; other threads only read them.
         self.observed = Observations(rank, world_size, self.process, self.beat)
         self.turns = 0  # loops of the thread: the number stands still while the store hangs

@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from tiering.errors import ConfigError, DistributedError, RankLostError
 from tiering.storage import descriptors
 from zero3.ranks import futures
+from zero3.ranks.mesh import MeshPlace
 from zero3.ranks.store import spell
 
 PATIENCE = 5.0  # seconds beyond a time-out of torch that should have ended a call
@@ -36,12 +37,13 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True)
 class World:
-    """The number of this rank among all ranks, and among the ranks of its node."""
+    """The number of this rank among all ranks, and among the ranks of its node, and its place in a mesh."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    place: MeshPlace = field(default_factory=MeshPlace)
 
 
 ALONE = World()
@@ -54,10 +56,11 @@ def standing() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(device: torch.device, timeout: float) -> World:
+def join(device: torch.device, timeout: float, place: MeshPlace | None = None) -> World:
     """The ranks that train together. Joins them if a launcher has started several and there is no process group.
 
-    ``timeout`` is in seconds. Raises ConfigError if the launcher's variables contradict each other.
+    ``timeout`` is in seconds. Without a ``place``, each rank is a data rank. Raises ConfigError if the launcher's
+    variables contradict each other.
     """
     if standing()[1] == 1:
         return ALONE
@@ -71,7 +74,7 @@ def join(device: torch.device, timeout: float) -> World:
             f"LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {local_size} do not fit a world of {size} ranks; start with"
             " torchrun, or set both as it does"
         )
-    return World(rank, size, local_rank, local_size)
+    return World(rank, size, local_rank, local_size, place or MeshPlace(rank, size))
 
 
 def meet(backend: str, timeout: timedelta, url: str = "env://", rank: int = -1, world_size: int = -1) -> None:

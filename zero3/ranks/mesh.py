@@ -36,6 +36,10 @@ class MeshPlace:
     sequence_size: int = 1
     coordinate: Mapping[str, int] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """As in errors: "data 1, sequence 0"; empty without a mesh."""
+        return ", ".join(f"{name} {place}" for name, place in self.coordinate.items())
+
 
 def place_of(mesh: DeviceMesh | None, mesh_param: Sequence[int] | None, mpu: Any) -> MeshPlace:
     """The place of this rank in ``mesh``, DeepSpeed's ``mesh_param`` (data, sequence), or Megatron's ``mpu``.

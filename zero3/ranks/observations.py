@@ -153,10 +153,13 @@ class Observations:
         ]
 
     def describe(self, rank: int) -> str:
-        """The rank in an error: ``rank 1 (host a, pid 7)``."""
+        """The rank in an error: ``rank 1 (host a, pid 7)``, with its place in a mesh before the host."""
         peer = self._observed.get(rank)
         process = self._process if rank == self._rank else peer.beat.process if peer else None
-        return f"rank {rank}" + (f" (host {process.host}, pid {process.pid})" if process else "")
+        if process is None:
+            return f"rank {rank}"
+        place = f"{process.place}, " if process.place else ""
+        return f"rank {rank} ({place}host {process.host}, pid {process.pid})"
 
     def describe_all(self, ranks: list[int]) -> str:
         """Other ranks in an error; one of them as by ``describe``."""

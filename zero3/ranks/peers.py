@@ -94,6 +94,7 @@ class Peers:
 
     ``engine`` is a name that is unique in this process and the same on all ranks. With ``device``, ranks are watched
     also while this rank does not wait, and a collective that the device has not ended counts as a wait of this rank.
+    ``place`` is that of this rank in a mesh, for errors.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Peers:
         *,
         engine: str = "",
         device: DeviceCollectives | None = None,
+        place: str = "",
     ) -> None:
         self.rank = rank
         self.engine = engine
@@ -122,6 +124,7 @@ class Peers:
             limits,
             strict=device is not None,
             elsewhere=partial(_of_other_engines, rank, engine),
+            place=place,
         )
         self._position = self._heartbeat.position
         self._number = next(_sequence)

@@ -41,17 +41,19 @@ class Process:
     """The process of a rank. ``started`` (clock ticks since boot) distinguishes it from a later one with its pid.
 
     ``pids`` names the PID namespace, and the boot of the kernel, in which ``pid`` is its number; empty if unknown.
+    ``place`` is that of its rank in a mesh, such as "data 1, sequence 0".
     """
 
     host: str
     pid: int
     started: int
     pids: str = ""
+    place: str = ""
 
     @classmethod
-    def this(cls) -> Process:
+    def this(cls, place: str = "") -> Process:
         stat = _stat(os.getpid())
-        return cls(socket.gethostname(), os.getpid(), stat[1] if stat else 0, _pid_namespace())
+        return cls(socket.gethostname(), os.getpid(), stat[1] if stat else 0, _pid_namespace(), place)
 
     def state(self) -> str | None:
         """The kernel's letter for its state (R, S, D, T, Z, ...); None if it is not visible from here."""

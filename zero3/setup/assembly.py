@@ -52,6 +52,7 @@ from zero3.passes.reduction import GradientReducer
 from zero3.ranks.agreement import together
 from zero3.ranks.collectives import Collectives
 from zero3.ranks.joining import World, join
+from zero3.ranks.mesh import MeshPlace
 from zero3.setup.buffers import move_buffers
 from zero3.setup.gradient_homes import make_gradient_store, make_local_gradients
 from zero3.setup.groups import make_groups, slice_experts
@@ -127,16 +128,17 @@ def assemble(
     optimizer: ClientOptimizerChoice | None = None,
     weights: Weights | None = None,
     resume: Path | None = None,
+    place: MeshPlace | None = None,
 ) -> Assembly:
     """Plan, make the tiers and move ``model`` onto them. Errors in the arguments are raised before anything moves.
 
     ``optimizer`` replaces the configuration's: an optimizer, or a function of the parameters that makes one.
     Parameters that are in ``weights`` take their first values from there. If ``resume`` has a checkpoint, which is
-    loaded next, what a snapshot would have in swap space takes none.
+    loaded next, what a snapshot would have in swap space takes none. ``place`` is that of this rank in a mesh.
     """
     request = _Request(model, config, model_parameters, optimizer, weights, resume)
     device = chosen_device()
-    world = join(device, config.tiering.distributed.timeout)
+    world = join(device, config.tiering.distributed.timeout, place)
     if device.type == "cuda" and world.local_size > 1:
         # Modulo, because a launcher may show each rank only its own GPU.
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())

@@ -18,6 +18,7 @@ from tests.zero3.conftest import config
 from zero3.ranks.mesh import MeshPlace, place_of
 
 from .pool import Pool
+from .test_lost import die
 
 Ranks = Callable[[int], Pool]
 SAMPLES = 16
@@ -151,6 +152,62 @@ def test_what_the_engine_cannot_divide_is_named(ranks: Ranks, nvme: Path) -> Non
     ]
     for message, part in zip(first, expected, strict=True):
         assert part in message
+
+
+def resumed(rank: int, nvme: Path, directory: Path, sizes: tuple[int, int], first: bool) -> Any:
+    """The samples and weights of the second half of a pass over the data; the ``first`` run does both, and saves."""
+    tiering.init_distributed(verbose=False)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "sequence"))
+    engine, _, loader, _ = begin(nvme, mesh=mesh)
+    with engine:
+        if not first:
+            engine.load_checkpoint(directory)
+        samples = []
+        for number, (x,) in enumerate(loader):
+            samples.append((x[:, 0] * 16).tolist())
+            engine.backward(engine(x))
+            engine.step()
+            if first and number == SAMPLES // 4 // sizes[0] - 1:
+                engine.save_checkpoint(directory)
+                samples = []
+        return samples, engine.master_state_dict()["linear.weight"].clone()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
+def test_a_checkpoint_of_one_mesh_loads_into_another(
+    ranks: Ranks, nvme: Path, tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    straight = ranks(4).run(resumed, nvme, tmp_path / "saved", (2, 2), first=True)
+    again = ranks(sizes[0] * sizes[1]).run(resumed, nvme, tmp_path / "saved", sizes, first=False)
+    for rank, (samples, weights) in enumerate(again):
+        data_rank = rank // sizes[1]
+        assert samples == straight[2 * data_rank][0]
+        assert len(samples) == 2
+        torch.testing.assert_close(weights, straight[0][1], rtol=1e-6, atol=1e-7)
+        if sizes == (2, 2):
+            assert torch.equal(weights, straight[0][1])
+
+
+def lost(rank: int, nvme: Path) -> None:
+    tiering.init_distributed(verbose=False)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
+    engine, _, loader, _ = begin(nvme, mesh=mesh)
+    with engine:
+        if rank == 1:
+            die()
+        for (x,) in loader:
+            engine.backward(engine(x))
+            engine.step()
+
+
+def test_a_rank_that_dies_is_named_with_its_place(doomed: Ranks, nvme: Path) -> None:
+    pool = doomed(2)
+    pid = pool.pids[1]
+    survivor, _ = pool.outcomes(lost, nvme)
+    assert survivor.error is not None, survivor.report()
+    assert survivor.error.kind == "RankLostError"
+    assert "rank 1 (data 0, sequence 1, host " in survivor.error.message
+    assert f"pid {pid})" in survivor.error.message
 
 
 def differing(rank: int, nvme: Path) -> str:

@@ -35,7 +35,8 @@ def _rank_info(rank: RankView) -> Values:
         return {}
     device = rank.description.device if rank.description is not None else ""
     name, flags = (engine.name, ",".join(sorted(engine.flags))) if engine is not None else ("", "")
-    return {(snapshot.node, str(snapshot.local_rank), device, name, flags): 1}
+    mesh = ",".join(f"{dimension}={place}" for dimension, place in snapshot.mesh.items())
+    return {(snapshot.node, str(snapshot.local_rank), mesh, device, name, flags): 1}
 
 
 # For live ranks. The age shows whether their process hangs.
@@ -49,8 +50,8 @@ RANK_METRICS: tuple[Family[RankView], ...] = (
     Family(
         "info",
         "tiering_rank_info",
-        "The node and the device of the rank, and its I/O engine.",
-        ("node", "local_rank", "device", "io_engine", "io_flags"),
+        "The node of the rank, its place in a mesh, its device, and its I/O engine.",
+        ("node", "local_rank", "mesh", "device", "io_engine", "io_flags"),
         _rank_info,
     ),
 )

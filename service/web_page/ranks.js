@@ -28,6 +28,12 @@ const MOST_RANKS = 64;
 const state = rank =>
   rank.straggler && rank.state === "live" ? ["straggler", "poor"] : RANK_STATES[rank.state] || [rank.state, "note"];
 
+/** The number of a rank, with its place in a mesh: "3 (data 1, sequence 1)". */
+const name = ({rank, mesh}) => {
+  const place = Object.entries(mesh || {}).map(([dimension, place]) => `${dimension} ${place}`);
+  return place.length > 0 ? `${rank} (${place.join(", ")})` : String(rank);
+};
+
 const stateCell = ([word, shape]) => marked([explained(word), shape]);
 
 /** Ranks with a problem first, then stragglers, then by rank. */
@@ -55,7 +61,7 @@ export function ranks(run, place) {
     return h(
       "tr",
       {key: `${rank.rank} ${rank.pid ?? row}`},
-      h("th", {scope: "row"}, String(rank.rank)),
+      h("th", {scope: "row"}, name(rank)),
       h("td", {class: "left"}, stateCell(state(rank))),
       rest.map(cell => h("td", {}, cell)),
       h("td", {class: "left reason"}, rank.reason || rank.broken || ""),

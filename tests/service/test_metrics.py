@@ -83,7 +83,7 @@ EXPECTED: list[tuple[str, dict[str, str], float]] = [
     ("tiering_rank_heartbeat_age_seconds", {**RUN, "rank": "1"}, 14),
     (
         "tiering_rank_info",
-        {**RANK, "device": "cuda:0 NVIDIA H200", "io_flags": "registered_buffers,verify"},
+        {**RANK, "device": "cuda:0 NVIDIA H200", "io_flags": "registered_buffers,verify", "mesh": ""},
         1,
     ),
     ("tiering_rank_start_time_seconds", RANK, 1_700_000_000.5),

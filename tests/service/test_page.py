@@ -364,7 +364,8 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     tab.shows("#name", MARKUP)
     assert tab.page.locator("#overview").is_hidden()
     (directory / f"{MARKUP[:4]}.1.junk.page").write_bytes(b"TIERPAGE" + bytes(99))
-    second = publishing(directory, replace(SNAPSHOT, rank=1, local_rank=1, steps=[]))
+    place = {"data": 0, "<b>sequence": 1}
+    second = publishing(directory, replace(SNAPSHOT, rank=1, local_rank=1, steps=[], mesh=place))
     publishing(
         directory, replace(SNAPSHOT, run_name="other", run_id="other-1", world_size=1, local_world_size=1)
     )
@@ -375,6 +376,7 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     tab.shows("#bandwidth-title", "of all ranks")
     tab.shows("#facts", "Step time\u2013")
     assert "rank=1" in tab.page.url
+    tab.shows("#ranks", "1 (data 0, <b>sequence 1)")
     tab.check()
     tab.page.locator("#overview a", has_text="other").click()
     tab.shows("#name", "other")

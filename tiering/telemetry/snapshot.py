@@ -257,6 +257,9 @@ class Snapshot:
     node: Annotated[str, Figure("Host name of the rank's node.")] = ""
     local_rank: Annotated[Integer, Figure("Index of the rank on its node.")] = 0
     local_world_size: Integer = 1
+    mesh: Annotated[
+        dict[str, Integer], Figure("Place of the rank in each dimension of its mesh; empty without a mesh.")
+    ] = field(default_factory=dict)
     global_step: Annotated[
         Integer,
         Figure(

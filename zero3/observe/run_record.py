@@ -300,6 +300,7 @@ class RunRecord:
             node=self._node,
             local_rank=run.world.local_rank,
             local_world_size=run.world.local_size,
+            mesh=dict(run.world.place.coordinate),
             global_step=self.step if updates is None else updates.steps,
             phase_since=self.phases.since,
             broken="" if updates is None else as_text(updates.broken[:LONGEST_REASON]),

@@ -39,6 +39,7 @@ from zero3.device.link_copies import LinkStats
 from zero3.observe import free_memory, run_record
 from zero3.observe.run_record import RunIdentity, RunRecord, Sources
 from zero3.ranks.joining import World
+from zero3.ranks.mesh import MeshPlace
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 
@@ -328,7 +329,8 @@ class Counted:
 def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_path: Path) -> None:
     engine, traffic = start(), Counted()
     traffic.count("control", 1000)  # building the engine is not part of the first step
-    world = World(rank=1, size=4, local_rank=1, local_size=2)
+    place = MeshPlace(0, 2, 1, 2, {"data": 0, "sequence": 1})
+    world = World(rank=1, size=4, local_rank=1, local_size=2, place=place)
     record = RunRecord(
         RunIdentity("many", world=world),
         engine._tiers,
@@ -341,7 +343,7 @@ def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_
     traffic.count("reduce", 70)
     record.end_step()
     snapshot = record.snapshot()
-    assert (snapshot.rank, snapshot.world_size) == (1, 4)
+    assert (snapshot.rank, snapshot.world_size, snapshot.mesh) == (1, 4, {"data": 0, "sequence": 1})
     assert (snapshot.local_rank, snapshot.local_world_size, snapshot.node) == (1, 2, socket.gethostname())
     assert [
         (collective.kind, collective.calls, collective.sent_bytes) for collective in snapshot.collectives

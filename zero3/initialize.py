@@ -94,7 +94,8 @@ def initialize(
     ``mesh`` arranges all ranks in dimensions with names: data dimensions ("data", "dp", "replicate", "shard" and so on)
     and at most those of ranks that share sequences ("sequence", "sp", "cp"; see ``tiering.sequence``), which get the
     same batches. Its data ranks determine batch sizes and loaders; state is divided among all ranks. DeepSpeed's
-    ``mesh_param``, (data ranks, ranks of a sequence), and Megatron's ``mpu`` do the same.
+    ``mesh_param``, (data ranks, ranks of a sequence), its key "sequence_parallel_size", and Megatron's ``mpu`` do the
+    same.
 
     ``weights`` is a safetensors file, or a Hugging Face style directory of them: parameters take their first values
     from there, on their way to the tiers, and masters keep the precision of the file. Names that only the model or only
@@ -127,8 +128,11 @@ def initialize(
         arguments=args,
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
         strict=strict_args,
+        sequence_ranks=place.sequence_size,
     )
-    settings, report = ds_config.load(source, world_size=place.data_size, context=context)
+    ranks = place.data_size * place.sequence_size
+    settings, report = ds_config.load(source, world_size=ranks, context=context)
+    place = place.sharing_sequences(settings.sequence_ranks)
     for entry in report.entries:
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():

@@ -342,6 +342,9 @@ class TieringConfig(Section):
     micro_batch_size: Count = Field(description="Samples per rank and forward pass.")
     gradient_accumulation_steps: Count = Field(default=1, description="Forward and backward passes per step.")
     world_size: Count = Field(default=1, description="Ranks with other data.")
+    sequence_ranks: Count = Field(
+        default=1, description="Ranks that share each sequence and get the same data, consecutive ones."
+    )
     precision: Precision = Field(default="fp32", description="Compute dtype of parameters and activations.")
     buffer_dtype: Precision | None = Field(
         default=None, description="Dtype of the model's floating-point buffers; null: unchanged."

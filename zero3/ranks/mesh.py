@@ -36,6 +36,14 @@ class MeshPlace:
     sequence_size: int = 1
     coordinate: Mapping[str, int] = field(default_factory=dict)
 
+    def sharing_sequences(self, ranks: int) -> MeshPlace:
+        """This place if ``ranks`` ranks share a sequence in it, else a place without a mesh in which consecutive do."""
+        if ranks == self.sequence_size:
+            return self
+        data_rank, sequence_rank = divmod(self.data_rank, ranks)
+        coordinate = {"data": data_rank, "sequence": sequence_rank}
+        return MeshPlace(data_rank, self.data_size // ranks, sequence_rank, ranks, coordinate)
+
     def __str__(self) -> str:
         """As in errors: "data 1, sequence 0"; empty without a mesh."""
         return ", ".join(f"{name} {place}" for name, place in self.coordinate.items())

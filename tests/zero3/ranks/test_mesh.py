@@ -33,10 +33,10 @@ class Line(nn.Module):
         return self.linear(x).square().mean()
 
 
-def begin(nvme: Path, **arguments: Any) -> Any:
+def begin(nvme: Path, keys: dict[str, Any] | None = None, **arguments: Any) -> Any:
     torch.manual_seed(0)
     data = TensorDataset(torch.arange(SAMPLES * 4.0).view(SAMPLES, 4) / 64)
-    settings = config(nvme, precision="fp32", accumulation=2)
+    settings = config(nvme, precision="fp32", accumulation=2) | (keys or {})
     return tiering.initialize(model=Line(), config=settings, training_data=data, **arguments)
 
 
@@ -55,6 +55,8 @@ def seen(rank: int, nvme: Path, how: str) -> tuple[MeshPlace, tuple[int, ...], l
             get_sequence_parallel_world_size=lambda: sizes[1],
             get_sequence_parallel_rank=lambda: rank % sizes[1],
         )
+    elif how == "keys":
+        arguments["keys"] = {"data_parallel_size": sizes[0], "sequence_parallel_size": sizes[1]}
     elif sizes:
         arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     engine, _, loader, _ = begin(nvme, **arguments)
@@ -83,6 +85,7 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...] | None]] = {
     "a tensor dimension of one rank": ((2, 1, 2), ("dp", "tp", "cp")),
     "mesh_param": ((2, 2), None),
     "mpu": ((2, 2), None),
+    "keys": ((2, 2), None),
 }
 
 
@@ -125,6 +128,9 @@ def refusals(rank: int, nvme: Path) -> list[str]:
         {"mesh": mesh["data"]},
         {"mesh": (2, 1)},
         {"mesh": mesh, "mesh_param": (1, 2)},
+        {"mesh": mesh, "keys": {"sequence_parallel_size": 1}},
+        {"keys": {"sequence_parallel_size": 4}},
+        {"keys": {"sequence_parallel_size": 2, "data_parallel_size": 2}},
         {"mesh_param": (2, 2)},
         {"mpu": SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)},
         {"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)},
@@ -146,6 +152,9 @@ def test_what_the_engine_cannot_divide_is_named(ranks: Ranks, nvme: Path) -> Non
         "the mesh has 1 of the 2 ranks of this run; pass the mesh of all ranks",
         "takes a torch.distributed.device_mesh.DeviceMesh, not tuple",
         "initialize got mesh and mesh_param; pass only one of them",
+        "sequence_parallel_size: the mesh passed to initialize has 2 ranks for a sequence",
+        "sequence_parallel_size: does not divide the 2 ranks of this run",
+        "data_parallel_size: this run has 1 ranks with other data",
         "mesh_param (2, 2) does not fit 2 ranks",
         "initialize got an mpu of 2 ranks for a model",
         "an mpu of 1 data ranks and 1 ranks that share a sequence, but the run has 2 ranks",

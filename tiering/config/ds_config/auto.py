@@ -23,7 +23,8 @@ class LoadContext:
     mapping or namespace of a trainer's arguments; ``replaced`` are the sections that an object passed to
     ``initialize`` replaces. With ``strict`` a value of the file that differs from its argument is refused, if the
     arguments belong to the file: it has an "auto", or they are a ``TrainingArguments``. With ``for_trainer`` a trainer
-    fills in each argument that ``arguments``, then a mapping, does not have.
+    fills in each argument that ``arguments``, then a mapping, does not have. ``sequence_ranks`` is the number of ranks
+    that share a sequence in the mesh that was passed to ``initialize``.
     """
 
     hidden_size: int | None = None
@@ -32,6 +33,7 @@ class LoadContext:
     replaced: frozenset[str] = frozenset()
     strict: bool = True
     for_trainer: bool = False
+    sequence_ranks: int = 1
 
     def argument(self, name: str) -> Any:
         """The trainer's argument ``name``, or None."""

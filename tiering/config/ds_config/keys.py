@@ -450,10 +450,8 @@ FILE: Tree = {
         "belongs to PipelineModule, which is not supported",
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant",
     ),
-    "data_parallel_size": refused("all ranks are data-parallel ranks"),
-    "sequence_parallel_size": refused(
-        "pass mesh_param to initialize, and call tiering.sequence.ulysses_attention", False, 0, 1
-    ),
+    "data_parallel_size": honoured("world_size", off=(None,)),
+    "sequence_parallel_size": honoured("sequence_ranks", off=(None,)),
     "gradient_allreduce_op": no_effect("gradients are always averaged over ranks", off=("mean",)),
     "managed_gradient_accumulation": refused(
         "gradient_accumulation_steps sets this", is_request=operator.not_

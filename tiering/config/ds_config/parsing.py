@@ -67,6 +67,7 @@ class ConfigReading:
 
     def resolve(self) -> TieringConfig | None:
         """The native configuration, or None; each problem becomes a refused entry."""
+        self._resolve_ranks()
         self._resolve_optimizer()
         self._resolve_scheduler()
         self._resolve_precision()
@@ -392,6 +393,26 @@ class ConfigReading:
             key, _ = self.values.pop(field)
             if note and self.entries[key].verdict is not KeyVerdict.REFUSED:
                 self._note(key, self.entries[key].value, KeyVerdict.NO_EFFECT, note, off=True)
+
+    def _resolve_ranks(self) -> None:
+        """From here on, ``world_size`` counts the data ranks: those of a sequence get the same data."""
+        key, sequence_ranks = self.values.get("sequence_ranks", ("", self.context.sequence_ranks))
+        data_key, data_ranks = self.values.pop("world_size", ("", None))
+        if not isinstance(sequence_ranks, int) or sequence_ranks < 1:
+            return  # the schema refuses it
+        if self.context.sequence_ranks not in (1, sequence_ranks):
+            self._refuse(
+                key, f"the mesh passed to initialize has {self.context.sequence_ranks} ranks for a sequence"
+            )
+        elif self.world_size % sequence_ranks:
+            self._refuse(
+                key, f"does not divide the {self.world_size} ranks of this run; start a multiple of it"
+            )
+        else:
+            self.values["sequence_ranks"] = (key or "sequence_parallel_size", sequence_ranks)
+            self.world_size //= sequence_ranks
+        if data_ranks not in (None, self.world_size):
+            self._refuse(data_key, f"this run has {self.world_size} ranks with other data; set this number")
 
     def _resolve_batch(self) -> Batch | None:
         numbers: dict[str, int | None] = dict.fromkeys(BATCH)

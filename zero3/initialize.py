@@ -22,7 +22,7 @@ from tiering.config.ds_config.key_report import KeyReport
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.building.model_checks import check_model
-from zero3.deepspeed import checkpointing
+from zero3.deepspeed import checkpointing, groups
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.deepspeed.engine import DeepSpeedEngine
 from zero3.device.cpu_dtypes import warn_if_slow
@@ -33,7 +33,7 @@ from zero3.optimizer.tiered import TieredOptimizer
 from zero3.params.compilation import unwrap
 from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
 from zero3.ranks.joining import standing
-from zero3.ranks.mesh import place_of
+from zero3.ranks.mesh import place_of, sharing
 from zero3.setup.assembly import Weights
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -117,8 +117,8 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
     source = _configuration(args, config, config_params)
-    _join(distributed_port, dist_init_required)
-    place = place_of(mesh, mesh_param, mpu)
+    rank, ranks = _join(distributed_port, dist_init_required)
+    place = place_of(rank, ranks, mesh=mesh, mesh_param=mesh_param, mpu=mpu)
     _end_engine(model)
     check_model(model)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -128,11 +128,10 @@ def initialize(
         arguments=args,
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
         strict=strict_args,
-        sequence_ranks=place.sequence_size,
+        sequence_ranks=None if place is None else place.sequence_size,
     )
-    ranks = place.data_size * place.sequence_size
     settings, report = ds_config.load(source, world_size=ranks, context=context)
-    place = place.sharing_sequences(settings.sequence_ranks)
+    place = place or sharing(rank, ranks, settings.sequence_ranks)
     for entry in report.entries:
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():
@@ -162,9 +161,11 @@ def initialize(
                 collate_fn,
                 rank=place.data_rank,
                 world_size=place.data_size,
+                shared=place.sequence_size > 1,
                 drop_last=settings.dataloader_drop_last,
             )
             engine.training_dataloader = loader
+        groups.set_place(place)
         _log_once(report.short())
         warn_if_slow(settings, engine.device)
         _warn_replaced("optimizer", optimizer and engine.optimizer_name(), report)
@@ -216,8 +217,8 @@ def _steps(scheduler: object) -> TypeGuard[LRScheduler]:
     return not isinstance(scheduler, type) and callable(getattr(scheduler, "step", None))
 
 
-def _join(port: int, required: bool | None) -> None:
-    """Join the ranks that a launcher has started, and name the rank in logs."""
+def _join(port: int, required: bool | None) -> tuple[int, int]:
+    """Join the ranks that a launcher has started, and name the rank in logs. Returns (rank, number of ranks)."""
     if required is None:
         discover(port)
         # A single rank of a launcher: its script may use torch.distributed.
@@ -225,8 +226,10 @@ def _join(port: int, required: bool | None) -> None:
             init_distributed(verbose=False)
     else:
         init_distributed(distributed_port=port, dist_init_required=required)
-    _logs.set_rank(*standing())
+    rank, ranks = standing()
+    _logs.set_rank(rank, ranks)
     _logs.follow(os.environ)
+    return rank, ranks
 
 
 def _configuration(

@@ -341,9 +341,9 @@ class TieringConfig(Section):
     train_batch_size: Count = Field(description="Samples per optimizer step over all ranks.")
     micro_batch_size: Count = Field(description="Samples per rank and forward pass.")
     gradient_accumulation_steps: Count = Field(default=1, description="Forward and backward passes per step.")
-    world_size: Count = Field(default=1, description="Ranks with other data.")
+    world_size: Count = Field(default=1, description="Ranks that train together.")
     sequence_ranks: Count = Field(
-        default=1, description="Ranks that share each sequence and get the same data, consecutive ones."
+        default=1, description="Ranks that share each sequence and load the same data: consecutive ones."
     )
     precision: Precision = Field(default="fp32", description="Compute dtype of parameters and activations.")
     buffer_dtype: Precision | None = Field(
@@ -377,10 +377,15 @@ class TieringConfig(Section):
     zero: ZeroConfig = Field(default=ZeroConfig(), description="Partitioning and offload.")
     tiering: TiersConfig = Field(default=TiersConfig(), description="Budgets and policies of the tiers.")
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that load different data: those that share sequences count once."""
+        return self.world_size // self.sequence_ranks
+
     @model_validator(mode="after")
     def _check_batch_sizes(self) -> Self:
         resolve_batch(
-            self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps, self.world_size
+            self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps, self.data_ranks
         )
         return self
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tiering import comm
 from tiering.errors import EngineStateError
+from tiering.utils import groups
 
 STATE = "accelerate.state"
 """The module that counts processes."""
@@ -65,10 +66,15 @@ def check(processes: int) -> None:
 
 @contextmanager
 def counted(processes: int) -> Iterator[None]:
-    """Check ``processes`` before and after the block, in which an engine starts.
+    """Check ``processes`` before and after the block, in which an engine starts, and that no ranks share sequences.
 
     The engine may find its ranks in the variables of srun or mpirun.
     """
     check(processes)
     yield
     check(processes)
+    if (shared := groups._get_sequence_parallel_world_size()) > 1:
+        raise EngineStateError(
+            f"sequence_parallel_size {shared}: ranks would share sequences, but this loop loads different data on each"
+            " rank; remove the key, or write the loop with tiering.initialize and tiering.sequence"
+        )

@@ -128,7 +128,7 @@ def with_changes(
     values["tiering"] = values.get("tiering", {}) | tiers
     if micro_batches is not None:
         values["gradient_accumulation_steps"] = micro_batches
-        values["train_batch_size"] = config.micro_batch_size * micro_batches * config.world_size
+        values["train_batch_size"] = config.micro_batch_size * micro_batches * config.data_ranks
     try:
         return TieringConfig.model_validate(values)
     except ValidationError as problems:

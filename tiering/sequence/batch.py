@@ -27,6 +27,11 @@ def shard(batch: Mapping[str, Any], ranks: int, rank: int, pad: int | None = Non
             f"the batch has {strange[0]!r}, a tensor that cannot be cut along the sequence; remove it from the batch"
             f" (known are {', '.join(_KNOWN)})"
         )
+    for key in _KNOWN:
+        value = batch.get(key)
+        if value is not None and (not isinstance(value, Tensor) or value.dim() < 2):
+            form = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"the batch has {key!r} of {form}; pass a tensor of shape (rows, tokens)")
     tokens = length(batch)
     if tokens % ranks and pad is None:
         raise ConfigError(
@@ -53,11 +58,13 @@ def length(batch: Mapping[str, Any]) -> int:
     return _inputs(batch).shape[1]
 
 
-def fingerprint(batch: Mapping[str, Any]) -> list[int]:
-    """Numbers that differ if two batches differ: the shape of the inputs, and a checksum of inputs and labels."""
+def fingerprint(batch: Mapping[str, Any], pad: int | None) -> list[int]:
+    """Numbers that differ if two batches differ: the shape of the inputs, and a checksum of all tensors and ``pad``."""
     inputs = _inputs(batch)
-    checksum = 0
-    for tensor in (inputs, batch.get("labels")):
+    checksum = zlib.crc32(repr(pad).encode())
+    for key in _KNOWN:
+        tensor = batch.get(key)
+        checksum = zlib.crc32(f"{key} {tensor is None}".encode(), checksum)
         if tensor is not None:
             values = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
             checksum = zlib.crc32(values.data, checksum)
@@ -99,6 +106,11 @@ def _with_positions_and_targets(batch: Mapping[str, Any], tokens: int) -> dict[s
                 f"{key.removeprefix('shift_')!r} of {whole[key].shape[1]} tokens do not match inputs of {tokens} tokens"
             )
     positions = whole.get("position_ids")
+    if positions is not None and positions.shape[-1] != tokens:
+        raise ConfigError(
+            f"position_ids of {positions.shape[-1]} tokens do not match inputs of {tokens} tokens; pass those of the"
+            " whole sequences"
+        )
     if positions is None:
         positions = torch.arange(tokens, device=_inputs(whole).device)[None]
     elif whole.get("attention_mask") is None and bool((positions.diff(dim=-1) != 1).any()):

@@ -73,6 +73,11 @@ class Registered:
                 "a model with Ulysses attention cannot continue from a cache of keys and values; call"
                 " ulysses.remove() before generate"
             )
+        if attention_mask is not None and getattr(self._config, "output_router_logits", False):
+            raise ConfigError(
+                "output_router_logits adds a loss for the balance of experts, which takes the mask of this rank's"
+                " tokens, but the mask is that of whole sequences; set output_router_logits to False, or pass no mask"
+            )
         tokens = q_length * self._size
         if attention_mask is not None and attention_mask.shape[-1] != tokens:
             raise ConfigError(
@@ -197,6 +202,13 @@ def _check_kind(model: Any) -> None:
             f"{name} consists of several models ({', '.join(config.sub_configs)}); Ulysses attention divides sequences"
             " of models for text only"
         )
+    for part, module in model.named_modules():
+        own_start = getattr(module, "offset", 0) or getattr(module, "padding_idx", None) is not None
+        if "position" in part.rpartition(".")[2] and isinstance(module, nn.Embedding) and own_start:
+            raise ConfigError(
+                f"{name} numbers positions in its own way ({part}), and a rank knows those of its tokens only; choose a"
+                " model with rotary positions, or whose positions begin at 0"
+            )
     if config._attn_implementation == "eager" and getattr(config, "reorder_and_upcast_attn", False):
         raise ConfigError(
             f"{name} computes its attention itself with reorder_and_upcast_attn; build the model without it, or with"

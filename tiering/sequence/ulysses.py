@@ -81,15 +81,16 @@ class Ulysses:
         ConfigError is raised, as it is for packed documents, for unknown tensors, and on all ranks of the group if
         they have different batches. A collective of the group.
         """
-        self._check_same(batch)
-        mine = batches.shard(batch, self.size, self.rank, pad)
-        if "shift_labels" in mine and self._registered is not None and self._registered.computes_loss:
+        registered = self._enabled("shard")
+        mine = self._same_on_all_ranks(batch, pad)
+        if "shift_labels" in mine and registered.computes_loss:
             # Computes the loss, from shift_labels: its forward looks whether there are labels.
             mine["labels"] = mine["shift_labels"]
         return mine
 
     def average(self, loss: Tensor) -> Tensor:
         """The loss of the group's whole sequences, fp32, from the ``loss`` of each rank. A collective of the group."""
+        self._enabled("average")
         whole = loss.detach().float().clone()
         comm.all_reduce(whole, group=self.group)
         return whole / self.size
@@ -102,22 +103,43 @@ class Ulysses:
             if self._own:
                 dist.destroy_process_group(self.group)
 
-    def _check_same(self, batch: Mapping[str, Any]) -> None:
+    def _enabled(self, call: str) -> Registered:
+        if self._registered is None:
+            raise ConfigError(
+                f"{call}() was called after remove(): each rank computes whole sequences now; pass it the whole batch,"
+                " or call ulysses_attention again"
+            )
+        return self._registered
+
+    def _same_on_all_ranks(self, batch: Mapping[str, Any], pad: int | None) -> dict[str, Any]:
+        """This rank's part of ``batch``. If that of a rank is bad or differs, every rank raises ConfigError."""
+        problem, mine, numbers = None, {}, [0, 0, 0]
+        try:
+            mine = batches.shard(batch, self.size, self.rank, pad)
+            numbers = batches.fingerprint(batch, pad)
+        except ConfigError as error:
+            problem = error
         # Without gloo, tensors on the CPU cannot be exchanged.
         device = "cpu" if "cpu" in str(dist.get_backend_config(self.group)) else "cuda"
-        own = torch.tensor(batches.fingerprint(batch), dtype=torch.int64, device=device)
+        own = torch.tensor([problem is not None, *numbers], dtype=torch.int64, device=device)
         rows = [torch.empty_like(own) for _ in range(self.size)]
         comm.all_gather(rows, own, group=self.group)
+        if problem is not None:
+            raise problem
+        ranks = dist.get_process_group_ranks(self.group)
         first, *others = (row.tolist() for row in rows)
-        for rank, other in enumerate(others, start=1):
+        for rank, (failed, *_) in zip(ranks, (first, *others), strict=True):
+            if failed:
+                raise ConfigError(f"the batch of rank {rank} cannot be divided; see the error of that rank")
+        for rank, other in zip(ranks[1:], others, strict=True):
             if other != first:
-                ranks = dist.get_process_group_ranks(self.group)
                 raise ConfigError(
-                    f"rank {ranks[rank]} has another batch ({other[0]} rows of {other[1]} tokens) than rank {ranks[0]}"
-                    f" ({first[0]} rows of {first[1]} tokens), but the ranks of a sequence group train on the same"
+                    f"rank {rank} has another batch ({other[1]} rows of {other[2]} tokens) than rank {ranks[0]}"
+                    f" ({first[1]} rows of {first[2]} tokens), but the ranks of a sequence group train on the same"
                     " sequences; load the data with DistributedSampler(data, num_replicas=ulysses.data_size,"
-                    " rank=ulysses.data_rank)"
+                    " rank=ulysses.data_rank), or with the loader of an engine that has a mesh"
                 )
+        return mine
 
 
 def _consecutive(ranks: int | None) -> list[tuple[int, ...]]:

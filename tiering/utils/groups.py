@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: the group of all ranks, the only one; its members are data parallel."""
+"""``deepspeed.utils.groups``: the ranks that load different data, and those that share sequences."""
 
 from __future__ import annotations
 

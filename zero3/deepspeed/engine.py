@@ -409,7 +409,8 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
         size = batch_size or self.settings.micro_batch_size
         collate = collate_fn or self.collate_fn
         if route == "train" and data_sampler is None:
-            return make_loader(dataset, size, collate, **options)
+            shared = self.mesh_place.sequence_size > 1
+            return make_loader(dataset, size, collate, shared=shared, **options)
         return make_ordered_loader(dataset, size, collate, sampler=data_sampler, **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 SLOW = 8.0
 """Times the seconds of fp32 from which a dtype is called slow: a CPU with instructions for it needs at most 2 times as
-long, one without them about 70 times."""
+long, one without them tens of times."""
 # Rows and columns of the measured product: 8 million operations take 10 ms on a slow CPU.
 ROWS, WIDTH = 64, 256
 
@@ -33,7 +33,7 @@ def is_slow(dtype: torch.dtype) -> bool:
 
 
 def _product_seconds(dtype: torch.dtype) -> float:
-    rows, weights = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(WIDTH, WIDTH, dtype=dtype)
+    rows, weights = (torch.ones(size, WIDTH, dtype=dtype, device="cpu") for size in (ROWS, WIDTH))
     times = []
     with torch.no_grad():
         # The first product is slower: libraries set themselves up.

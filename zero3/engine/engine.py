@@ -344,9 +344,9 @@ class Engine(StateFiles):
         return self._updates.steps
 
     def train_batch_size(self) -> int:
-        """Samples per update, over all ranks."""
+        """Samples per update, over all ranks; those that share sequences count once."""
         settings = self.settings
-        return settings.micro_batch_size * settings.gradient_accumulation_steps * settings.world_size
+        return settings.micro_batch_size * settings.gradient_accumulation_steps * settings.data_ranks
 
     @property
     def loss_scale(self) -> LossScale:

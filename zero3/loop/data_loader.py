@@ -411,18 +411,21 @@ def make_loader(
     *,
     rank: int,
     world_size: int,
+    shared: bool = False,
     drop_last: bool = False,
     workers: int = 0,
     pin_memory: bool = False,
 ) -> TrainingLoader:
     """Shuffled batches of ``batch_size`` samples of ``data``, or with several ranks of this rank's part of it.
 
+    ``shared``: other ranks load the same part, in the same order, whatever random numbers they have drawn.
+
     ``drop_last`` skips the last batch of a pass if it is short. ``workers`` is the number of processes that read ahead;
     random numbers that ``data`` draws in them differ after a load. ConfigError for data that cannot be shuffled.
     """
     sampler = (
         WholeSampler(data)  # type: ignore[arg-type]  # which reads its length
-        if _checked_size(data) and world_size == 1
+        if _checked_size(data) and world_size == 1 and not shared
         else RankSampler(data, rank, world_size)
     )
     return TrainingLoader(

@@ -202,10 +202,10 @@ class Accumulation:
 
 def accumulation_steps(train_batch_size: int, config: TieringConfig) -> int:
     """How many micro-batches make an update of ``train_batch_size`` samples. See Engine.set_train_batch_size."""
-    samples = config.micro_batch_size * config.world_size
+    samples = config.micro_batch_size * config.data_ranks
     if train_batch_size < samples or train_batch_size % samples:
         raise ConfigError(
-            f"set_train_batch_size({train_batch_size}): a micro-batch on each of {config.world_size} ranks is {samples}"
+            f"set_train_batch_size({train_batch_size}): a micro-batch on each of {config.data_ranks} ranks is {samples}"
             " samples; give a multiple of that"
         )
     steps = train_batch_size // samples

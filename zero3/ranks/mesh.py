@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from tiering._text import counted
 from tiering.errors import ConfigError
-from zero3.device.choice import chosen_device
 
 DATA = ("data", "dp", "data_parallel", "replicate", "shard", "dp_replicate", "dp_shard", "fsdp", "hsdp")
 SEQUENCE = ("sequence", "sp", "sequence_parallel", "ulysses", "cp", "context")
@@ -36,44 +35,41 @@ class MeshPlace:
     sequence_size: int = 1
     coordinate: Mapping[str, int] = field(default_factory=dict)
 
-    def sharing_sequences(self, ranks: int) -> MeshPlace:
-        """This place if ``ranks`` ranks share a sequence in it, else a place without a mesh in which consecutive do."""
-        if ranks == self.sequence_size:
-            return self
-        data_rank, sequence_rank = divmod(self.data_rank, ranks)
-        coordinate = {"data": data_rank, "sequence": sequence_rank}
-        return MeshPlace(data_rank, self.data_size // ranks, sequence_rank, ranks, coordinate)
+    @property
+    def shape(self) -> str:
+        """What is equal on all ranks of a mesh: the dimensions, and how many ranks load different data."""
+        names = ", ".join(self.coordinate) or "no dimensions"
+        return f"{names}: {self.data_size} x {self.sequence_size} ranks"
 
     def __str__(self) -> str:
         """As in errors: "data 1, sequence 0"; empty without a mesh."""
         return ", ".join(f"{name} {place}" for name, place in self.coordinate.items())
 
 
-def place_of(mesh: DeviceMesh | None, mesh_param: Sequence[int] | None, mpu: Any) -> MeshPlace:
-    """The place of this rank in ``mesh``, DeepSpeed's ``mesh_param`` (data, sequence), or Megatron's ``mpu``.
+def place_of(
+    rank: int, ranks: int, *, mesh: DeviceMesh | None, mesh_param: Sequence[int] | None, mpu: Any
+) -> MeshPlace | None:
+    """The place of ``rank``, of ``ranks``, in ``mesh``, in DeepSpeed's ``mesh_param``, or in Megatron's ``mpu``.
 
-    At most one of them is given; without any, every rank is a data rank. Raises ConfigError for dimensions that the
-    engine does not support, and for a mesh without some of the ranks.
+    At most one of them is given, or None. Raises ConfigError for dimensions that the engine does not support, and for
+    a mesh without some of the ranks.
     """
     arguments = {"mesh": mesh, "mesh_param": mesh_param, "mpu": mpu}
     given = [name for name, value in arguments.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"initialize got {' and '.join(given)}; pass only one of them")
-    world = dist.get_world_size() if dist.is_initialized() else 1
     if mpu is not None:
-        return _of_mpu(mpu, world)
+        return _of_mpu(mpu, rank, ranks)
     if mesh_param is not None:
-        mesh = _made(mesh_param, world)
-    if mesh is None:
-        return MeshPlace(dist.get_rank() if world > 1 else 0, world)
+        return _of_sizes(mesh_param, rank, ranks)
+    return None if mesh is None else _of_mesh(mesh, ranks)
+
+
+def _of_mesh(mesh: DeviceMesh, ranks: int) -> MeshPlace:
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"initialize(mesh=...) takes a torch.distributed.device_mesh.DeviceMesh, not {type(mesh).__name__}"
         )
-    return _of_mesh(mesh, world)
-
-
-def _of_mesh(mesh: DeviceMesh, world: int) -> MeshPlace:
     names = mesh.mesh_dim_names
     if names is None:
         if mesh.ndim > 1:
@@ -89,9 +85,9 @@ def _of_mesh(mesh: DeviceMesh, world: int) -> MeshPlace:
             f" parallelism are not supported in this version. Data dimensions are called {', '.join(DATA)}; dimensions"
             f" whose ranks share sequences {', '.join(SEQUENCE)}"
         )
-    if own is None or mesh.size() != world:
+    if own is None or mesh.size() != ranks:
         raise ConfigError(
-            f"the mesh has {mesh.size()} of the {world} ranks of this run; pass the mesh of all ranks, not a part of it"
+            f"the mesh has {mesh.size()} of the {ranks} ranks of this run; pass the mesh of all ranks, not a part of it"
         )
     coordinate = dict(zip(names, own, strict=True))
 
@@ -105,26 +101,36 @@ def _of_mesh(mesh: DeviceMesh, world: int) -> MeshPlace:
     return MeshPlace(*along(DATA), *along(SEQUENCE), coordinate)
 
 
-def _made(sizes: Sequence[int], world: int) -> DeviceMesh:
-    """DeepSpeed's mesh of (data ranks, ranks of a sequence)."""
-    if len(sizes) != len(OF_DEEPSPEED) or math.prod(sizes) != world:
+def _of_sizes(sizes: Sequence[int], rank: int, ranks: int) -> MeshPlace:
+    """DeepSpeed's mesh of (data ranks, ranks of a sequence), in which consecutive ranks share a sequence."""
+    whole = isinstance(sizes, Sequence) and all(type(size) is int and size > 0 for size in sizes)
+    if not whole or len(sizes) != len(OF_DEEPSPEED) or math.prod(sizes) != ranks:
         raise ConfigError(
-            f"mesh_param {tuple(sizes)} does not fit {world} ranks; pass (data ranks, ranks that share a sequence),"
-            " whose product is the number of ranks"
+            f"mesh_param {sizes!r} does not fit {counted(ranks, 'rank')}; pass (data ranks, ranks that share a"
+            " sequence), whose product is the number of ranks"
         )
-    if world == 1:
-        raise ConfigError(
-            "mesh_param needs several ranks; start the program with torchrun, or remove mesh_param"
-        )
-    return init_device_mesh(chosen_device().type, tuple(sizes), mesh_dim_names=OF_DEEPSPEED)
+    return sharing(rank, ranks, sizes[1], OF_DEEPSPEED)
 
 
-def _of_mpu(mpu: Any, world: int) -> MeshPlace:
+def sharing(
+    rank: int, ranks: int, sequence_size: int, names: tuple[str, str] = (DATA[0], SEQUENCE[0])
+) -> MeshPlace:
+    """The place of ``rank`` if each ``sequence_size`` consecutive ones of all ``ranks`` share a sequence."""
+    place = divmod(rank, sequence_size)
+    sizes = ranks // sequence_size, sequence_size
+    coordinate = dict(zip(names, place, strict=True)) if sequence_size > 1 else {}
+    return MeshPlace(place[0], sizes[0], place[1], sizes[1], coordinate)
+
+
+def _of_mpu(mpu: Any, rank: int, ranks: int) -> MeshPlace:
     """The place by Megatron's functions, as DeepSpeed calls them."""
 
     def ask(name: str, default: int) -> int:
         function = getattr(mpu, name, None)
-        return default if function is None else int(function())
+        value = default if function is None else function()
+        if type(value) is not int:
+            raise ConfigError(f"initialize got an mpu whose {name}() is {value!r}, not a number of ranks")
+        return value
 
     models = ask("get_tensor_model_parallel_world_size", ask("get_model_parallel_world_size", 1))
     models *= ask("get_pipeline_model_parallel_world_size", 1)
@@ -134,15 +140,19 @@ def _of_mpu(mpu: Any, world: int) -> MeshPlace:
             " this version; start Megatron with model parallel sizes of 1"
         )
     sequences = ask("get_sequence_parallel_world_size", 1)
-    data_size = ask("get_data_parallel_world_size", world // max(sequences, 1))
-    if data_size * sequences != world:
+    data_size = ask("get_data_parallel_world_size", ranks // max(sequences, 1))
+    if min(data_size, sequences) < 1 or data_size * sequences != ranks:
         raise ConfigError(
-            f"initialize got an mpu of {data_size} data ranks and {sequences} ranks that share a sequence, but the run"
-            f" has {world} ranks"
+            f"initialize got an mpu of {counted(data_size, 'data rank')} and {counted(sequences, 'rank')} that share a"
+            f" sequence, but the run has {counted(ranks, 'rank')}"
         )
-    rank = dist.get_rank() if world > 1 else 0
     data_rank = ask("get_data_parallel_rank", rank // sequences)
     sequence_rank = ask("get_sequence_parallel_rank", rank % sequences)
+    if not (0 <= data_rank < data_size and 0 <= sequence_rank < sequences):
+        raise ConfigError(
+            f"initialize got an mpu with data rank {data_rank} of {data_size} and rank {sequence_rank} of the"
+            f" {sequences} that share a sequence; count from 0"
+        )
     return MeshPlace(
         data_rank, data_size, sequence_rank, sequences, {"data": data_rank, "sequence": sequence_rank}
     )

@@ -35,6 +35,7 @@ def check_ranks_agree(
         )
     # The configuration first: the groups of a model depend on it.
     collectives.check_same("configuration", _lines_of_config(config))
+    collectives.check_same("mesh", [collectives.world.place.shape])
     collectives.check_same("model", _lines_of_model(model, chosen))
     collectives.check_same("weights file", _lines_of_weights(loaded))
 

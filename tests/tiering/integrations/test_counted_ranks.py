@@ -119,3 +119,15 @@ def test_a_count_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     # As initialize sets them, where srun has started the ranks.
     with pytest.raises(EngineStateError, match="2 ranks train together"), _ranks.counted(1):
         monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def test_ranks_of_a_trainer_share_no_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared() -> int:
+        return 2 if started else 1
+
+    started: list[bool] = []
+    monkeypatch.setattr(_ranks.groups, "_get_sequence_parallel_world_size", shared, raising=False)
+    with _ranks.counted(1):
+        pass
+    with pytest.raises(EngineStateError, match="sequence_parallel_size 2"), _ranks.counted(1):
+        started.append(True)

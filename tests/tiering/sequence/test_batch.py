@@ -77,6 +77,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": IDS, "labels": IDS[:, 1:]},
         "'labels' of 7 tokens do not match inputs of 8 tokens",
     ),
+    "positions": (
+        {"input_ids": IDS, "position_ids": IDS[:, :4]},
+        "position_ids of 4 tokens do not match inputs of 8 tokens",
+    ),
+    "labels of rows": (
+        {"input_ids": IDS, "labels": IDS[:, 0]},
+        r"has 'labels' of shape \(1,\); pass a tensor",
+    ),
+    "a list": ({"input_ids": IDS, "attention_mask": [1] * 8}, "has 'attention_mask' of list; pass a tensor"),
     "a mask": ({"input_ids": IDS, "attention_mask": IDS[:, 1:]}, "attention_mask of 7 tokens does not match"),
 }
 
@@ -96,8 +105,11 @@ def test_a_mask_for_pairs_of_tokens_is_not_padded() -> None:
 
 def test_fingerprints_differ_where_batches_do() -> None:
     whole = batch(2, 6)
-    assert fingerprint(whole) == fingerprint({key: value.clone() for key, value in whole.items()})
+    assert fingerprint(whole, 0) == fingerprint({key: value.clone() for key, value in whole.items()}, 0)
     other_label = whole | {"labels": whole["labels"].clone()}
     other_label["labels"][1, 5] = 49
-    others = [batch(2, 6, seed=1), other_label, {"input_ids": whole["input_ids"].view(3, 4)}]
-    assert len({tuple(fingerprint(each)) for each in [whole, *others]}) == 4
+    masked = whole | {"attention_mask": torch.ones_like(whole["input_ids"])}
+    others = [batch(2, 6, seed=1), other_label, masked, {"input_ids": whole["input_ids"].view(3, 4)}]
+    assert (
+        len({tuple(fingerprint(each, 0)) for each in [whole, *others]} | {tuple(fingerprint(whole, 1))}) == 6
+    )

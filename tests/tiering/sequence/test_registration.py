@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from tiering.errors import ConfigError
+from tiering.sequence.batch import shard
 from tiering.sequence.registration import Registered, register
 from tiering.sequence.ulysses import Ulysses
 
@@ -65,6 +66,23 @@ def test_an_implementation_without_masks_cannot_be_wrapped() -> None:
         register(model, 2)
 
 
+def test_a_model_that_numbers_its_positions_is_refused() -> None:
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 4}
+    settings = transformers.OPTConfig(vocab_size=50, num_hidden_layers=1, **sizes)
+    with pytest.raises(
+        ConfigError, match=r"numbers positions in its own way \(model.decoder.embed_positions\)"
+    ):
+        register(transformers.OPTForCausalLM(settings), 2)
+
+
+def test_the_balance_of_experts_takes_no_mask() -> None:
+    model = llama()
+    registered = register(model, 2)
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="output_router_logits"):
+        registered.make_mask(q_length=4, attention_mask=torch.ones(1, 8))
+
+
 def test_a_saved_configuration_does_not_name_ulysses() -> None:
     model = llama()
     registered = register(model, 1)
@@ -74,13 +92,24 @@ def test_a_saved_configuration_does_not_name_ulysses() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(("build", "computes"), [(llama, True), (gpt2, True)])
+def llama_with_another_loss() -> Any:
+    model = llama()
+    model.loss_function = lambda *_, **__: torch.zeros(())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "computes"),
+    [(llama, True), (gpt2, True), (llama_with_another_loss, False), (lambda: llama().model, False)],
+)
 def test_models_that_compute_the_loss_from_shift_labels(build: Any, computes: bool) -> None:
     assert register(build(), 1).computes_loss is computes
 
 
 def test_a_model_without_a_loss_gets_no_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ulysses, "_check_same", lambda *_: None)
+    monkeypatch.setattr(
+        Ulysses, "_same_on_all_ranks", lambda self, batch, pad: shard(batch, self.size, self.rank, pad)
+    )
     ids = torch.arange(8)[None]
     for model, labels in ((llama(), True), (llama().model, False)):
         ulysses = Ulysses.__new__(Ulysses)

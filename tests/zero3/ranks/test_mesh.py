@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import tiering
 from tests.zero3.conftest import config
-from zero3.ranks.mesh import MeshPlace, place_of
+from zero3.ranks.mesh import MeshPlace, place_of, sharing
 
 from .pool import Pool
 from .test_lost import die
@@ -40,10 +40,12 @@ def begin(nvme: Path, keys: dict[str, Any] | None = None, **arguments: Any) -> A
     return tiering.initialize(model=Line(), config=settings, training_data=data, **arguments)
 
 
-def seen(rank: int, nvme: Path, how: str) -> tuple[MeshPlace, tuple[int, ...], list[list[float]], Tensor]:
+def seen(
+    rank: int, nvme: Path, how: str, sizes: tuple[int, ...] = ()
+) -> tuple[MeshPlace, tuple[int, ...], list[list[float]], Tensor]:
     """The place of a rank, its batch sizes, the samples that its loader gave, and the weights after a pass."""
-    tiering.init_distributed(verbose=False)
-    sizes, names = MESHES[how]
+    usual, names = MESHES[how]
+    sizes = sizes or usual
     arguments: dict[str, Any] = {}
     if how == "mesh_param":
         arguments["mesh_param"] = sizes
@@ -58,14 +60,22 @@ def seen(rank: int, nvme: Path, how: str) -> tuple[MeshPlace, tuple[int, ...], l
     elif how == "keys":
         arguments["keys"] = {"data_parallel_size": sizes[0], "sequence_parallel_size": sizes[1]}
     elif sizes:
+        tiering.init_distributed(verbose=False)
         arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     engine, _, loader, _ = begin(nvme, **arguments)
+    torch.manual_seed(5 + rank)  # as for dropout
     with engine:
         samples = []
         for (x,) in loader:
             engine.backward(engine(x))
             engine.step()
             samples.append((x[:, 0] * 16).tolist())
+        place, groups = engine.mesh_place, tiering.utils.groups
+        assert groups.get_data_parallel_world_size() == place.data_size
+        assert groups._get_data_parallel_rank() == place.data_rank
+        assert groups._get_sequence_parallel_world_size() == place.sequence_size
+        assert groups._get_sequence_parallel_rank() == place.sequence_rank
+        assert groups._get_sequence_data_parallel_world_size() == engine.world_size
         assert (engine.dp_world_size, engine.get_data_parallel_rank()) == (
             engine.mesh_place.data_size,
             engine.mesh_place.data_rank,
@@ -118,6 +128,23 @@ def test_ranks_that_share_sequences_get_the_same_data(ranks: Ranks, nvme: Path, 
     torch.testing.assert_close(every[0][3], weights, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("how", ["data and sequence", "mesh_param", "mpu", "keys"])
+def test_all_ranks_may_share_each_sequence(doomed: Ranks, nvme: Path, how: str) -> None:
+    """With other random numbers on each rank. The process group is made by ``initialize``, except for a mesh."""
+    first, second = doomed(2).run(seen, nvme, how, (1, 2))
+    assert first[1] == second[1] == (4, 2, 2)
+    assert first[2] == second[2]
+    assert sorted(sample for batch in first[2] for sample in batch) == list(range(SAMPLES))
+    assert torch.equal(first[3], second[3])
+
+
+def test_ranks_that_join_in_initialize_are_data_ranks(doomed: Ranks, nvme: Path) -> None:
+    first, second = doomed(2).run(seen, nvme, "no mesh")
+    assert first[1] == second[1] == (8, 2, 2)
+    samples = [sample for _, _, batches, _ in (first, second) for batch in batches for sample in batch]
+    assert sorted(samples) == list(range(SAMPLES))
+
+
 def refusals(rank: int, nvme: Path) -> list[str]:
     tiering.init_distributed(verbose=False)
     square = {"mesh_dim_names": ("data", "sequence")}
@@ -132,8 +159,13 @@ def refusals(rank: int, nvme: Path) -> list[str]:
         {"keys": {"sequence_parallel_size": 4}},
         {"keys": {"sequence_parallel_size": 2, "data_parallel_size": 2}},
         {"mesh_param": (2, 2)},
+        {"mesh_param": 2},
+        {"mesh_param": (-1, -2)},
+        {"mesh": init_device_mesh("cpu", (2,)), "keys": {"sequence_parallel_size": 2}},
         {"mpu": SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)},
         {"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)},
+        {"mpu": SimpleNamespace(get_data_parallel_rank=lambda: 2, get_sequence_parallel_rank=lambda: 0)},
+        {"mpu": SimpleNamespace(get_data_parallel_rank=lambda: None)},
     ]
     messages = []
     for case in cases:
@@ -154,10 +186,15 @@ def test_what_the_engine_cannot_divide_is_named(ranks: Ranks, nvme: Path) -> Non
         "initialize got mesh and mesh_param; pass only one of them",
         "sequence_parallel_size: the mesh passed to initialize has 2 ranks for a sequence",
         "sequence_parallel_size: does not divide the 2 ranks of this run",
-        "data_parallel_size: this run has 1 ranks with other data",
+        "data_parallel_size: the number of ranks that load different data is 1 here",
         "mesh_param (2, 2) does not fit 2 ranks",
+        "mesh_param 2 does not fit 2 ranks",
+        "mesh_param (-1, -2) does not fit 2 ranks",
+        "sequence_parallel_size: the mesh passed to initialize has 1 ranks for a sequence",
         "initialize got an mpu of 2 ranks for a model",
-        "an mpu of 1 data ranks and 1 ranks that share a sequence, but the run has 2 ranks",
+        "an mpu of 1 data rank and 1 rank that share a sequence, but the run has 2 ranks",
+        "an mpu with data rank 2 of 2 and rank 0 of the 1 that share a sequence",
+        "an mpu whose get_data_parallel_rank() is None",
     ]
     for message, part in zip(first, expected, strict=True):
         assert part in message
@@ -219,20 +256,24 @@ def test_a_rank_that_dies_is_named_with_its_place(doomed: Ranks, nvme: Path) -> 
     assert f"pid {pid})" in survivor.error.message
 
 
-def differing(rank: int, nvme: Path) -> str:
-    tiering.init_distributed(verbose=False)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
-    with pytest.raises(tiering.TieringError) as caught:
-        begin(nvme, **({"mesh": mesh} if rank else {}))
+def differing(rank: int, nvme: Path, way: str) -> str:
+    cases = [{"mesh_param": (1, 2)}, {"keys": {"sequence_parallel_size": 2}}]
+    if way == "a mesh on one rank":
+        cases[0] = {}
+    with pytest.raises(tiering.ConfigError) as caught:
+        begin(nvme, **cases[rank])
     return caught.value.message
 
 
-def test_ranks_with_other_meshes_are_told(ranks: Ranks, nvme: Path) -> None:
-    for message in ranks(2).run(differing, nvme):
-        assert "differs from that of rank 0" in message
+@pytest.mark.parametrize(
+    ("way", "what"), [("a mesh on one rank", "configuration"), ("other dimensions", "mesh")]
+)
+def test_ranks_with_other_meshes_are_told(ranks: Ranks, nvme: Path, way: str, what: str) -> None:
+    for message in ranks(2).run(differing, nvme, way):
+        assert f"the {what} of rank 1 differs from that of rank 0" in message
 
 
 def test_a_program_of_one_process_needs_no_mesh() -> None:
-    assert place_of(None, None, None) == MeshPlace()
-    with pytest.raises(tiering.ConfigError, match="mesh_param needs several ranks"):
-        place_of(None, (1, 1), None)
+    nothing = {"mesh": None, "mesh_param": None, "mpu": None}
+    assert place_of(0, 1, **nothing) is None
+    assert sharing(0, 1, 1) == place_of(0, 1, **nothing | {"mesh_param": (1, 1)}) == MeshPlace()

@@ -266,12 +266,15 @@ def refusals(rank: int) -> list[str]:
     messages.append(message(ulysses_attention, model, ranks=2))
     messages.append(message(ulysses.shard, batch(0, data_rank=rank)))
     messages.append(message(ulysses.shard, batch(0, data_rank=0, tokens=15)))
+    messages.append(message(ulysses.shard, {} if rank else batch(0, data_rank=0)))
     mine = ulysses.shard(batch(0, data_rank=0, padded="left"))
     messages.append(message(model, **mine | {"attention_mask": mine["attention_mask"][:, :8]}))
     with torch.no_grad():
         messages.append(message(model.generate, mine["input_ids"], max_new_tokens=3, do_sample=False))
         ulysses.remove()
         alone = model.generate(mine["input_ids"], max_new_tokens=3, do_sample=False)
+    with pytest.raises(tiering.ConfigError, match=r"shard\(\) was called after remove\(\)"):
+        ulysses.shard(batch(0, data_rank=0))
     assert torch.equal(
         alone, build("llama").generate(mine["input_ids"], max_new_tokens=3, do_sample=False)
     ), "the model has its own attention again"
@@ -280,6 +283,8 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_cannot_be_divided_is_named(ranks: Ranks) -> None:
     first, second = ranks(2).run(refusals, limit=LIMIT)
+    assert "the batch of rank 1 cannot be divided; see the error of that rank" in first.pop(6)
+    assert "no tensor 'input_ids' or 'inputs_embeds'" in second.pop(6)
     assert first == second, "one rank would wait for the other"
     expected = [
         "3 ranks for each sequence do not divide the 2 ranks of this run",

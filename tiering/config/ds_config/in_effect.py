@@ -89,7 +89,7 @@ _SCHEMAS = {"optimizer": OptimizerConfig, "scheduler": SchedulerConfig}
 
 def summary_of(config: TieringConfig, by_trainer: Collection[str] = ()) -> str:
     """A one-line summary of ``config``. A trainer decides the parts ``by_trainer``: batch, precision, clipping."""
-    zero, accumulation, ranks = config.zero, config.gradient_accumulation_steps, config.world_size
+    zero, accumulation, ranks = config.zero, config.gradient_accumulation_steps, config.data_ranks
     batch = f"batch {config.train_batch_size}"
     if accumulation * ranks > 1:
         factors = [f"{config.micro_batch_size}", f"{accumulation} micro-batches", f"{ranks} ranks"]

@@ -44,6 +44,7 @@ from tiering.config.ds_config.verdicts import (
     refused,
     subsection,
 )
+from tiering.config.fields import whole_number
 from tiering.config.monitor import MonitorConfig
 from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS
@@ -450,8 +451,9 @@ FILE: Tree = {
         "belongs to PipelineModule, which is not supported",
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant",
     ),
-    "data_parallel_size": honoured("world_size", off=(None,)),
-    "sequence_parallel_size": honoured("sequence_ranks", off=(None,)),
+    # ``ConfigReading`` refuses another number.
+    "data_parallel_size": no_effect("is the number of ranks divided by sequence_parallel_size", off=(None,)),
+    "sequence_parallel_size": honoured("sequence_ranks", read=whole_number, off=(None,)),
     "gradient_allreduce_op": no_effect("gradients are always averaged over ranks", off=("mean",)),
     "managed_gradient_accumulation": refused(
         "gradient_accumulation_steps sets this", is_request=operator.not_

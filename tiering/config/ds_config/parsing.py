@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tiering._remedies import CONFIGURED_VALUE
-from tiering._text import similar
+from tiering._text import counted, similar
 from tiering.config.batch import Batch, resolve_batch
 from tiering.config.ds_config.auto import UNSET, Filled, LoadContext, argument, missing_argument
 from tiering.config.ds_config.in_effect import description
@@ -38,7 +38,7 @@ class ConfigReading:
     """One pass over one configuration: the entries by key, and the native values that they set."""
 
     def __init__(self, world_size: int, context: LoadContext, lines: Mapping[tuple[str, ...], int]) -> None:
-        self.world_size = world_size
+        self.world_size = self.data_ranks = world_size
         self.context = context
         self.lines = {dotted(path): line for path, line in lines.items()}
         self.entries: dict[str, KeyEntry] = {}
@@ -77,7 +77,7 @@ class ConfigReading:
         self._ignore_unused_paths()
         self.values.setdefault("gradient_clipping", ("gradient_clipping", _CLIPPING))
         # An invalid batch has a refused entry already; a valid placeholder lets the schema check the other fields.
-        batch = self._resolve_batch() or Batch(self.world_size, 1, 1)
+        batch = self._resolve_batch() or Batch(self.data_ranks, 1, 1)
         self._check_arguments()
         tree: dict[str, Any] = {"world_size": self.world_size}
         for to, (_, value) in self.values.items():
@@ -395,24 +395,24 @@ class ConfigReading:
                 self._note(key, self.entries[key].value, KeyVerdict.NO_EFFECT, note, off=True)
 
     def _resolve_ranks(self) -> None:
-        """From here on, ``world_size`` counts the data ranks: those of a sequence get the same data."""
-        key, sequence_ranks = self.values.get("sequence_ranks", ("", self.context.sequence_ranks))
-        data_key, data_ranks = self.values.pop("world_size", ("", None))
-        if not isinstance(sequence_ranks, int) or sequence_ranks < 1:
-            return  # the schema refuses it
-        if self.context.sequence_ranks not in (1, sequence_ranks):
+        """Ranks that share a sequence load the same data, so that batches count the ``data_ranks``."""
+        of_mesh = self.context.sequence_ranks
+        key, ranks = self.values.pop("sequence_ranks", ("sequence_parallel_size", of_mesh or 1))
+        assert isinstance(ranks, int), "as the rule reads it"
+        if ranks < 1:
+            self._refuse(key, f"should be greater than 0, not {ranks}")
+        elif of_mesh not in (None, ranks):
             self._refuse(
-                key, f"the mesh passed to initialize has {self.context.sequence_ranks} ranks for a sequence"
+                key, f"the mesh passed to initialize has {of_mesh} ranks for a sequence; remove the key"
             )
-        elif self.world_size % sequence_ranks:
-            self._refuse(
-                key, f"does not divide the {self.world_size} ranks of this run; start a multiple of it"
-            )
+        elif self.world_size % ranks:
+            self._refuse(key, f"does not divide the {counted(self.world_size, 'rank')} of this run")
         else:
-            self.values["sequence_ranks"] = (key or "sequence_parallel_size", sequence_ranks)
-            self.world_size //= sequence_ranks
-        if data_ranks not in (None, self.world_size):
-            self._refuse(data_key, f"this run has {self.world_size} ranks with other data; set this number")
+            self.values["sequence_ranks"] = (key, ranks)
+            self.data_ranks = self.world_size // ranks
+        entry = self.entries.get("data_parallel_size")
+        if entry is not None and entry.value not in (None, self.data_ranks):
+            self._refuse(entry.key, f"the number of ranks that load different data is {self.data_ranks} here")
 
     def _resolve_batch(self) -> Batch | None:
         numbers: dict[str, int | None] = dict.fromkeys(BATCH)
@@ -435,7 +435,7 @@ class ConfigReading:
         present = [key for key in BATCH if key in self.entries]
         try:
             train, micro, accumulation = numbers.values()
-            resolved = resolve_batch(train, micro, accumulation, self.world_size)
+            resolved = resolve_batch(train, micro, accumulation, self.data_ranks)
         except ValueError as problem:
             autos = [key for key in present if self.entries[key].value == "auto"]
             unknown = (
@@ -457,7 +457,7 @@ class ConfigReading:
         if not self.context.strict or not belong_to(self.context.arguments, self.entries.values()):
             return
         for key, entry in list(self.entries.items()):
-            expected = counterpart(key, self.context, self.world_size)
+            expected = counterpart(key, self.context, self.data_ranks)
             if entry.origin is not Origin.FILE or entry.value is None or expected is None:
                 continue
             # Trainers fill in one step of warm-up for none.

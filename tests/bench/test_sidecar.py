@@ -168,6 +168,6 @@ def test_everything_runs(tmp_path: Path) -> None:
     }
     assert all(window["steps"] for windows in raw["windows"].values() for window in windows)
     (window,) = raw["windows"]["held"]
-    assert len(window["log"]["latencies"]) >= 5 and min(window["log"]["events"]) >= 1
+    assert window["log"]["latencies"] and min(window["log"]["events"]) >= 1
     assert raw["goals"][0] == {"what": "errors", "found": "none", "goal": "none", "holds": True}
     assert [path.name for path in tmp_path.iterdir()] == ["raw.json"]

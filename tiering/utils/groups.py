@@ -8,6 +8,9 @@ from tiering import _lazy
 
 if TYPE_CHECKING:
     from zero3.deepspeed.groups import (
+        _get_sequence_parallel_world_size as _get_sequence_parallel_world_size,
+    )
+    from zero3.deepspeed.groups import (
         get_data_parallel_group,
         get_data_parallel_rank,
         get_data_parallel_world_size,

@@ -136,6 +136,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TIERING_DEVICE", "cpu")
     # Its 2 MiB are more than these models take: a quarter of an engine's start, and mapped once where models map many.
     monkeypatch.setattr(nan_memory, "BLOCK", 16 << 10)
+    # Tests that ask for no warning train in bf16 on any CPU.
+    monkeypatch.setattr("zero3.initialize.warn_if_slow", lambda *_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for models as small as these, threads only wait for each other
     yield

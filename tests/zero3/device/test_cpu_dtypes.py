@@ -35,6 +35,7 @@ def test_a_slow_dtype_is_named_with_a_remedy(
 ) -> None:
     seconds = {torch.float32: 1e-4, torch.bfloat16: times * 1e-4}
     monkeypatch.setattr(cpu_dtypes, "_product_seconds", seconds.__getitem__)
+    monkeypatch.setattr("zero3.initialize.warn_if_slow", cpu_dtypes.warn_if_slow)
     cpu_dtypes.slowdown.cache_clear()
     caplog.set_level(logging.WARNING)
     batch = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}

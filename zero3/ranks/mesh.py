@@ -139,8 +139,13 @@ def _of_mpu(mpu: Any, rank: int, ranks: int) -> MeshPlace:
             f"initialize got an mpu of {models} ranks for a model: tensor and pipeline parallelism are not supported in"
             " this version; start Megatron with model parallel sizes of 1"
         )
+    if not hasattr(mpu, "get_data_parallel_world_size"):
+        raise ConfigError(
+            f"initialize got {type(mpu).__name__} as mpu, which has no get_data_parallel_world_size(); pass the module"
+            " mpu of Megatron, or mesh_param=(data ranks, ranks that share a sequence)"
+        )
     sequences = ask("get_sequence_parallel_world_size", 1)
-    data_size = ask("get_data_parallel_world_size", ranks // max(sequences, 1))
+    data_size = ask("get_data_parallel_world_size", 1)
     if min(data_size, sequences) < 1 or data_size * sequences != ranks:
         raise ConfigError(
             f"initialize got an mpu of {counted(data_size, 'data rank')} and {counted(sequences, 'rank')} that share a"

@@ -145,6 +145,10 @@ def test_ranks_that_join_in_initialize_are_data_ranks(doomed: Ranks, nvme: Path)
     assert sorted(samples) == list(range(SAMPLES))
 
 
+def two_data_ranks(**functions: Callable[[], object]) -> SimpleNamespace:
+    return SimpleNamespace(get_data_parallel_world_size=lambda: 2, **functions)
+
+
 def refusals(rank: int, nvme: Path) -> list[str]:
     tiering.init_distributed(verbose=False)
     square = {"mesh_dim_names": ("data", "sequence")}
@@ -164,8 +168,8 @@ def refusals(rank: int, nvme: Path) -> list[str]:
         {"mesh": init_device_mesh("cpu", (2,)), "keys": {"sequence_parallel_size": 2}},
         {"mpu": SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)},
         {"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)},
-        {"mpu": SimpleNamespace(get_data_parallel_rank=lambda: 2, get_sequence_parallel_rank=lambda: 0)},
-        {"mpu": SimpleNamespace(get_data_parallel_rank=lambda: None)},
+        {"mpu": two_data_ranks(get_data_parallel_rank=lambda: 2)},
+        {"mpu": two_data_ranks(get_data_parallel_rank=lambda: None)},
     ]
     messages = []
     for case in cases:

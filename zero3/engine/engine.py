@@ -345,8 +345,8 @@ class Engine(StateFiles):
 
     def train_batch_size(self) -> int:
         """Samples per update, over all ranks; those that share sequences count once."""
-        settings = self.settings
-        return settings.micro_batch_size * settings.gradient_accumulation_steps * settings.data_ranks
+        samples = self.settings.micro_batch_size * self.settings.gradient_accumulation_steps
+        return samples * self._world.place.data_size
 
     @property
     def loss_scale(self) -> LossScale:

@@ -75,6 +75,16 @@ def format_need(size: int) -> str:
     return format_size(-(-size * 100 // unit) * unit / 100)
 
 
+def same_value(first: object, second: object) -> bool:
+    """Whether two values of a setting are equal, also as sizes in other notations."""
+    if first == second:
+        return True
+    try:
+        return parse_size(first) == parse_size(second)  # type: ignore[arg-type]
+    except ValueError:
+        return False
+
+
 def whole_number(value: object) -> int:
     """``value`` as int; a float without a fraction is accepted, such as ``1e9`` in JSON. Raises ``ValueError``."""
     # SupportsIndex includes numpy's integers.

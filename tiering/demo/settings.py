@@ -48,7 +48,7 @@ class Settings:
     sample_bytes: int = 64
 
     def in_fp32(self) -> Settings:
-        """For CPUs without instructions for bf16. Unsharded groups and parameters need twice the memory."""
+        """For CPUs without instructions for bf16. Unsharded groups take twice the memory."""
         return replace(self, precision="fp32", device_budget="128MiB")
 
     @property

@@ -157,7 +157,7 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
 
     @property
     def dp_world_size(self) -> int:
-        """The number of ranks with other data: all, without a mesh in which ranks share sequences."""
+        """The number of ranks that load different data: those that share sequences count once."""
         return self.mesh_place.data_size
 
     @property
@@ -166,7 +166,7 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
         return 1
 
     def get_data_parallel_rank(self) -> int:
-        """The number of this rank's data among ``dp_world_size``."""
+        """The rank of this process among those that load different data."""
         return self.mesh_place.data_rank
 
     def get_model_parallel_rank(self) -> int:

@@ -41,22 +41,22 @@ def initialize(ep_size: int = 1, mpu: object = None) -> None:
 
 
 def get_data_parallel_group() -> ProcessGroup:
-    """The group of the ranks with other data. Raises EngineStateError before it exists, or if ranks share sequences."""
+    """The group of all ranks. Raises EngineStateError before it exists, and if ranks share sequences."""
     if _here().sequence_size > 1:
         raise EngineStateError(
-            "ranks share sequences, and the engine has no group of the ranks with other data; use"
+            "ranks share sequences, and the engine has no group of the ranks that load different data; use"
             " mesh['data'].get_group() of the mesh that was passed to initialize"
         )
     return _all_ranks()
 
 
 def get_data_parallel_world_size() -> int:
-    """The number of ranks with other data."""
+    """The number of ranks that load different data."""
     return _here().data_size
 
 
 def get_data_parallel_rank() -> int:
-    """The number of this rank's data."""
+    """The rank of this process among those that load different data."""
     return _here().data_rank
 
 

@@ -54,8 +54,8 @@ from zero3.passes.backward_ends import EndTable
 from zero3.passes.gradient_sums import sum_parts
 from zero3.passes.gradients import GradientStore, pop_gradient
 from zero3.passes.reduction_order import ReductionOrder
-from zero3.ranks.collectives import Collectives, Table
-from zero3.ranks.process_groups import Pending
+from zero3.ranks.collectives import Collectives
+from zero3.ranks.process_groups import Pending, Table
 
 
 @dataclass

@@ -48,7 +48,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -68,9 +67,11 @@ from zero3.ranks.peers import Peers
 from zero3.ranks.process_groups import (
     Pending,
     ProcessGroups,
+    Table,
     all_gather,
     as_bytes,
     assert_begun,
+    check_apart,
     scatter_shards,
 )
 
@@ -85,29 +86,6 @@ CLOSE_TIMEOUT = 10.0  # seconds in which other ranks may finish transfers that u
 _engines = itertools.count()  # engines of this process; all ranks create equally many
 
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}  # of parameters and gradients
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table that was begun. The transport reads ``row`` and writes ``rows`` until ``work`` has ended."""
-
-    row: Tensor
-    rows: Tensor
-    nbytes: int  # of a row, without its label
-    dtype: torch.dtype
-    label: str
-    work: dist.Work
-
-
-def check_apart(gpus: list[tuple[str, str]]) -> None:
-    """ConfigError if two ranks have the same GPU. ``gpus``: host and UUID of each rank's GPU."""
-    for rank, gpu in enumerate(gpus):
-        if (first := gpus.index(gpu)) < rank:
-            raise ConfigError(
-                f"ranks {first} and {rank} have the same GPU of host {gpu[0]}, and NCCL needs one for each: start as"
-                " many ranks on a node as it has GPUs (torchrun --nproc-per-node), with a LOCAL_RANK of its own for"
-                " each, or show each rank its own GPU (CUDA_VISIBLE_DEVICES)"
-            )
 
 
 class Collectives:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
+from tiering.errors import ConfigError
 from zero3.device.streams import Event, Streams
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,29 @@ log = logging.getLogger(__name__)
 Kind = Literal["gather", "reduction", "control"]
 SEVERING_TAG = 0x7EE5  # a tag that no message has
 SEVERING_TIMEOUT = 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that was begun. The transport reads ``row`` and writes ``rows`` until ``work`` has ended."""
+
+    row: Tensor
+    rows: Tensor
+    nbytes: int  # of a row, without its label
+    dtype: torch.dtype
+    label: str
+    work: dist.Work
+
+
+def check_apart(gpus: list[tuple[str, str]]) -> None:
+    """ConfigError if two ranks have the same GPU. ``gpus``: host and UUID of each rank's GPU."""
+    for rank, gpu in enumerate(gpus):
+        if (first := gpus.index(gpu)) < rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} have the same GPU of host {gpu[0]}, and NCCL needs one for each: start as"
+                " many ranks on a node as it has GPUs (torchrun --nproc-per-node), with a LOCAL_RANK of its own for"
+                " each, or show each rank its own GPU (CUDA_VISIBLE_DEVICES)"
+            )
 
 
 @dataclass

@@ -21,8 +21,9 @@ from tiering.config.training import DistributedConfig
 from tiering.errors import ConfigError, DistributedError
 from zero3.device.streams import Event, Stream, Streams
 from zero3.device.timeline import StallClock, Timeline
-from zero3.ranks.collectives import CLOSE_TIMEOUT, Collectives, check_apart
+from zero3.ranks.collectives import CLOSE_TIMEOUT, Collectives
 from zero3.ranks.joining import join
+from zero3.ranks.process_groups import check_apart
 
 from .pool import Pool
 from .together import eventually

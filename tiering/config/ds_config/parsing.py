@@ -21,10 +21,11 @@ from tiering.config.ds_config.messages import AUTO, dotted, reason, suggestion, 
 from tiering.config.ds_config.trainer import BATCH, MICRO, WARMUP, belong_to, counterpart
 from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.ds_config.verdicts import KeyRule, KeyVerdict
+from tiering.config.fields import same_value, whole_number
 from tiering.config.optimizer import RULES, UNSUPPORTED_OPTIMIZERS
 from tiering.config.scheduler import PARAMS
 from tiering.config.step_policy import StepPolicy
-from tiering.config.training import TieringConfig, parse_size, whole_number
+from tiering.config.training import TieringConfig
 
 _CLIPPING = 1.0
 """DeepSpeed's default since 0.19."""
@@ -190,7 +191,7 @@ class ConfigReading:
             note = f"{brief(converted)}: {note}"
         self._note(key, value, rule.verdict, note)
         first_key, first_value = self.values.setdefault(rule.to, (key, converted))
-        if first_key != key and not _equal(first_value, converted):
+        if first_key != key and not same_value(first_value, converted):
             self._refuse(
                 key,
                 f"{brief(value)} contradicts {first_key}, which is {brief(first_value)}; remove one of them",
@@ -410,8 +411,7 @@ class ConfigReading:
         else:
             self.values["sequence_ranks"] = (key, ranks)
             self.data_ranks = self.world_size // ranks
-        entry = self.entries.get("data_parallel_size")
-        if entry is not None and entry.value not in (None, self.data_ranks):
+        if (entry := self.entries.get("data_parallel_size")) and entry.value not in (None, self.data_ranks):
             self._refuse(entry.key, f"the number of ranks that load different data is {self.data_ranks} here")
 
     def _resolve_batch(self) -> Batch | None:
@@ -462,7 +462,7 @@ class ConfigReading:
                 continue
             # Trainers fill in one step of warm-up for none.
             has_no_warmup = key == WARMUP and entry.value in (0, 1) and expected.value in (0, 1)
-            if not has_no_warmup and not _equal(entry.value, expected.value):
+            if not has_no_warmup and not same_value(entry.value, expected.value):
                 self._refuse(
                     key,
                     f"{brief(entry.value)} differs from {expected.source}, {brief(expected.value)}; set it to"
@@ -491,15 +491,6 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         # What is below a comment is a part of it.
         if isinstance(value, Mapping) and not str(name).startswith("_"):
             yield from _leaves(value, f"{path}.")
-
-
-def _equal(first: object, second: object) -> bool:
-    if first == second:
-        return True
-    try:
-        return parse_size(first) == parse_size(second)  # type: ignore[arg-type]
-    except ValueError:
-        return False
 
 
 def _set_path(tree: dict[str, Any], path: str, value: object) -> None:

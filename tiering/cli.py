@@ -167,7 +167,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     from tiering.demo.run import demo
     from tiering.demo.settings import Settings
-    from zero3.device import cpu_dtypes
+    from tiering.host import cpu_dtypes
 
     settings = Settings()
     if cpu_dtypes.is_slow(torch.bfloat16):

@@ -25,13 +25,12 @@ from zero3.building.model_checks import check_model
 from zero3.deepspeed import checkpointing, groups
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.deepspeed.engine import DeepSpeedEngine
-from zero3.device.cpu_dtypes import warn_if_slow
 from zero3.loop.data_loader import TrainingLoader, make_loader
 from zero3.optimizer import schedulers
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.params.compilation import unwrap
-from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype
+from zero3.params.precision import COMPUTE_DTYPES, keeps_dtype, warn_if_slow
 from zero3.ranks.joining import standing
 from zero3.ranks.mesh import place_of, sharing
 from zero3.setup.assembly import Weights

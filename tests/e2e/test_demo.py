@@ -37,7 +37,7 @@ from tiering.demo.run import FAILED, FAULT_MISSED, GOOD, UNUSABLE, demo, judge_f
 from tiering.demo.settings import Settings, Way
 from tiering.demo.worker import digest, train
 from tiering.errors import TieringError
-from zero3.device import cpu_dtypes
+from tiering.host import cpu_dtypes
 
 TINY = Settings(steps=4, sequence=32, width=64, layers=2, heads=2, sample_bytes=4)
 

@@ -1,1 +1,1 @@
-"""Internal: the machine. CPUs, NUMA nodes, drives, control groups, and kernel files. No torch."""
+"""Internal: the machine. CPUs, NUMA nodes, drives, control groups, kernel files. Only cpu_dtypes.py needs torch."""

@@ -31,9 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tiering import _logs
 from tiering._text import shorten
 from tiering.config.training import TieringConfig
 from tiering.errors import EngineStateError
+from tiering.host import cpu_dtypes
 from zero3.params.inner_tensors import InnerTensor, is_wrapper
 from zero3.params.row_tiles import whole_names
 
@@ -64,6 +66,21 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if floating else value
 
     return tree_map(cast, values)
+
+
+def warn_if_slow(config: TieringConfig, device: torch.device) -> None:
+    """Warn if ``device`` is a CPU on which the configured precision, or that of autocast, is slow."""
+    name = config.autocast or config.precision
+    dtype = COMPUTE_DTYPES[name]
+    if device.type != "cpu" or not cpu_dtypes.is_slow(dtype):
+        return
+    section = "torch_autocast" if config.autocast else name
+    log.log(
+        _logs.once(logging.WARNING),
+        "this CPU has no instructions for %s: matrix products take %.0f times as long as in fp32; to train on this"
+        ' CPU, set "%s": {"enabled": false} in the configuration',
+        *(name, cpu_dtypes.slowdown(dtype), section),
+    )
 
 
 def explain_dtypes(error: BaseException, module: nn.Module, inputs: Any, config: TieringConfig) -> None:

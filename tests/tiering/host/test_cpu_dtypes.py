@@ -11,7 +11,8 @@ from torch import nn
 
 import tiering
 from tiering.config.training import TieringConfig
-from zero3.device import cpu_dtypes
+from tiering.host import cpu_dtypes
+from zero3.params import precision
 
 BF16 = {"bf16": {"enabled": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -35,7 +36,7 @@ def test_a_slow_dtype_is_named_with_a_remedy(
 ) -> None:
     seconds = {torch.float32: 1e-4, torch.bfloat16: times * 1e-4}
     monkeypatch.setattr(cpu_dtypes, "_product_seconds", seconds.__getitem__)
-    monkeypatch.setattr("zero3.initialize.warn_if_slow", cpu_dtypes.warn_if_slow)
+    monkeypatch.setattr("zero3.initialize.warn_if_slow", precision.warn_if_slow)
     cpu_dtypes.slowdown.cache_clear()
     caplog.set_level(logging.WARNING)
     batch = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -55,7 +56,7 @@ def test_the_gpu_computes_in_16_bits(
     monkeypatch.setattr(cpu_dtypes, "is_slow", lambda dtype: True)
     caplog.set_level(logging.WARNING)
     settings = TieringConfig(train_batch_size=1, micro_batch_size=1, precision="bf16")
-    cpu_dtypes.warn_if_slow(settings, torch.device("cuda"))
+    precision.warn_if_slow(settings, torch.device("cuda"))
     assert not caplog.messages
-    cpu_dtypes.warn_if_slow(settings, torch.device("cpu"))
+    precision.warn_if_slow(settings, torch.device("cpu"))
     assert len(caplog.messages) == 1

@@ -19,6 +19,7 @@ from frame.side import Place, Side
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tiering.host.cpu_dtypes import is_slow
 from tiering.tierbench.comparison.fio import RunReading
 
 from .known import a_round
@@ -167,6 +168,7 @@ def test_bytes_do_not_depend_on_the_number_of_chunks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(is_slow(torch.bfloat16), reason="this CPU is slow in bf16: a small run takes ten minutes")
 def test_a_small_run_gives_every_goal(command: Callable[..., tuple[int, str, Any, str]]) -> None:
     """Bits, bytes and memory are exact at any size; times are those of a busy machine."""
     _, text, raw, output = command("bench_activations.py", "--quick", "--threads", "1")

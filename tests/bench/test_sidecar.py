@@ -156,7 +156,7 @@ def test_everything_runs(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two CPUs are needed: one for the engine, one for the sidecar and its clients")
     command = [sys.executable, str(BENCH / "bench_sidecar.py"), str(tmp_path), "--quick", "--pairs", "1"]
-    command += ["--seconds", "0.5", "--hold", "1", "--json", str(tmp_path / "raw.json")]
+    command += ["--seconds", "0.5", "--hold", "5", "--json", str(tmp_path / "raw.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode in (0, 1), done.stderr
     raw = json.loads((tmp_path / "raw.json").read_text())

@@ -76,6 +76,7 @@ def failing_transfers(run: Run, rng: random.Random) -> Iterator[None]:
 
     def fails(kind: str) -> bool:
         left[0] -= (failed := kind in failing and left[0] > 0 and rng.random() < share)
+        run.transfers_failed |= failed
         return failed
 
     FailingContext.fails = fails

@@ -120,7 +120,18 @@ class PageSums:
 
 
 class SwapSums(PageSums):
-    """The checksums of a swap file, for the pages that a snapshot has: other pages have 0, and are not compared."""
+    """The checksums of a swap file, for the pages that a snapshot has: other pages have 0, and are not compared.
+
+    The file may have grown since.
+    """
+
+    def read(self, page: int, pages: int) -> np.ndarray:
+        """Like that of PageSums."""
+        known = max(0, min(pages, self._stored.numel - page))
+        sums = np.zeros(pages, dtype="<u4")
+        if known:
+            sums[:known] = super().read(page, known)
+        return sums
 
     def first_difference(self, address: int, page: int, pages: int) -> int | None:
         """Like that of PageSums."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiering.errors import SwapSpaceError
-from tiering.storage.file_system import fsync, open_regular
+from tiering.storage.file_system import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,10 @@ def name_in(directory: Path, label: str) -> Path:
 
 
 def link(fd: int, path: Path) -> None:
-    """Lock the swap file ``fd`` and give it the name ``path``, which is then on the disk. Raises OSError."""
+    """Lock the swap file ``fd`` and give it the name ``path``. Raises OSError."""
     # First: a file with a name and without a lock may be removed.
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     _link(fd, path)
-    fsync(path.parent)
 
 
 def _link(fd: int, path: Path) -> None:

@@ -33,7 +33,7 @@ from tiering._aio import lib
 from tiering.config.training import format_size
 from tiering.errors import SwapSpaceError
 from tiering.storage.arena import PAGE, round_up
-from tiering.storage.file_system import direct_alignment
+from tiering.storage.file_system import direct_alignment, fsync
 from tiering.storage.named_files import NamedFile, check_name, link, name_in
 
 log = logging.getLogger(__name__)
@@ -160,6 +160,8 @@ class SwapFile:
             else:
                 # The kernel gives a file that had a name no other one.
                 check_name(self.fd, self._name)
+            # Each time: that of the snapshot before may have failed.
+            fsync(self.directory)
             os.fsync(self.fd)
         except OSError as error:
             raise SwapSpaceError(

@@ -48,8 +48,9 @@ _handover = threading.RLock()
 
 _REMEDY = "choose another tag, save to another directory, resume from it with load_checkpoint, or remove it"
 
-# When this process has stored a checkpoint, by its path, in seconds of ``time.monotonic()``.
-_stored_at: dict[Path, float] = {}
+# When this process has stored a checkpoint, and when the run began that did, by its path, in seconds of
+# ``time.monotonic()``.
+_stored_at: dict[Path, tuple[float, float]] = {}
 
 
 class RunLock:
@@ -229,7 +230,7 @@ class Ownership:
 
     def note_stored(self, place: Path) -> None:
         """This run has stored the checkpoint ``place``."""
-        _stored_at[place] = time.monotonic()
+        _stored_at[place] = time.monotonic(), self._began
 
     def _check_ended(self, place: Path, *, exclusive: bool) -> None:
         """Raises CheckpointError if the other run that has saved ``place`` may not have ended."""
@@ -238,7 +239,9 @@ class Ownership:
                 f"{place} is a checkpoint of another run and is not replaced: the file system has no locks that would"
                 f" show whether that run has ended; {_REMEDY}"
             )
-        if _stored_at.get(place, -math.inf) > self._began:
+        stored_at, began = _stored_at.get(place, (-math.inf, -math.inf))
+        # Its own may have another id: it has loaded a checkpoint of another run since.
+        if stored_at > self._began != began:
             raise CheckpointError(
                 f"{place} is a checkpoint of another engine of this process, which has saved it since this engine was"
                 f" made, and is not replaced; {_REMEDY}"

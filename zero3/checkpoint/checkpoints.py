@@ -184,9 +184,12 @@ class Checkpoints:
         if self._under_way is not None and all_written:
             self._finish_together()
 
-    def before_write(self) -> None:
-        """Called before values on the tiers change: wait until the running save has copied all of them."""
-        self.frozen_changed = True
+    def before_write(self, *, frozen: bool) -> None:
+        """Called before values on the tiers change: wait until the running save has copied all of them.
+
+        ``frozen``: they are of a frozen parameter.
+        """
+        self.frozen_changed |= frozen
         self._wait_for_copy(None)
 
     def close(self) -> None:

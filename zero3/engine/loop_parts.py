@@ -113,7 +113,7 @@ def connect(
     updates = _make_update(config, parts)
     accumulation = Accumulation(config.gradient_accumulation_steps)
     checkpoints = Checkpoints(run, model, config, parts, updates, accumulation)
-    state = TieredState(parts, before_write=checkpoints.before_write)
+    state = TieredState(parts, before_write=lambda frozen: checkpoints.before_write(frozen=frozen))
     parameters = Parameters(
         model, parts.groups, state, parts.tiers.check_files, trains=parts.optimizer.trains
     )

@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 class TieredState:
     """Reads and writes the state that ``parts`` keeps on the tiers; not while a step is running.
 
-    ``before_write`` is called before any value on the tiers changes.
+    ``before_write`` is called before a parameter or its state changes on the tiers: whether it is frozen.
     """
 
-    def __init__(self, parts: Assembly, *, before_write: Callable[[], None]) -> None:
+    def __init__(self, parts: Assembly, *, before_write: Callable[[bool], None]) -> None:
         self._tiers = parts.tiers
         self._groups = parts.groups
         self._optimizer = parts.optimizer
@@ -300,7 +300,7 @@ class TieredState:
         dtype = self._gradients.dtype_of(group)
         for part in self._stepped_parts(group, piece):
             part_values = values[part.first : part.first + part.numel].to(dtype)
-            self._patch(self._gradients.homes[group.index], part.start * dtype.itemsize, part_values)
+            self._overwrite(self._gradients.homes[group.index], part.start * dtype.itemsize, part_values)
         # After the write: from here on the step uses the new values.
         self._sink.replaced(group, piece)
 
@@ -401,7 +401,7 @@ class TieredState:
             if group.home.files is not None:
                 self._check_unchanged(group.home.files, at, piece, part_values)
             else:
-                self._patch(group.home, at, part_values)
+                self._patch(group.home, at, part_values, frozen=not piece.trainable)
 
     def _check_unchanged(self, files: HomeInFiles, offset: int, piece: Piece, values: Tensor) -> None:
         """EngineStateError unless ``values`` are the bytes of a home in ``files`` at ``offset``, which never change."""
@@ -441,11 +441,15 @@ class TieredState:
         self._layout.for_group(tile.group).store_master(values, raw)
         self._patch(tile.state, offset, raw)
 
-    def _patch(self, home: Home, offset: int, values: Tensor) -> None:
+    def _patch(self, home: Home, offset: int, values: Tensor, *, frozen: bool = False) -> None:
+        """``_overwrite`` of what saves store."""
+        # A save that is under way must have copied the old values.
+        self._before_write(frozen)
+        self._overwrite(home, offset, values)
+
+    def _overwrite(self, home: Home, offset: int, values: Tensor) -> None:
         """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe, in whole pages."""
         assert home.files is None, "files of a user are never written"
-        # A save that is under way must have copied the old values.
-        self._before_write()
         # Copies to the device may still read these bytes.
         if self._streams is not None:
             self._streams.before_host_changes()

@@ -52,6 +52,7 @@ from tiering.checkpoint.manifest import (
     tag_problem,
 )
 from tiering.checkpoint.run_lock import Ownership, RunLock
+from tiering.checkpoint.swap_places import SNAPSHOT_TAG, remove_remains
 from tiering.errors import CheckpointError, ConfigError
 from tiering.storage.file_system import create_durably, exchange, fsync, open_regular, remedy
 
@@ -202,6 +203,10 @@ class CheckpointDirectory:
         """Removes the files of a failed save; files that cannot be removed are removed at the next lock of DIR."""
         assert partial.parent == self.path and _PARTIAL.fullmatch(partial.name), partial
         self._remove([partial] if partial.exists() else [])
+        self.leave(partial)
+
+    def leave(self, partial: Path) -> None:
+        """Keeps the files of a failed save for the next run, which removes the swap files that they name."""
         self._unfinished.discard(partial)
         self._end_save()
 
@@ -293,7 +298,9 @@ class CheckpointDirectory:
         # Without locks, another run may be saving here: what looks like remains may be its save.
         if new and self._lock.exclusive:
             self._restore_replaced()
-            self._remove(self.partials())
+            if partials := self.partials():
+                remove_remains(partials, self.path / SNAPSHOT_TAG)
+            self._remove(partials)
 
     def _end_save(self) -> None:
         """Allows another engine of this process to take the lock over, if no save is under way here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,11 +43,28 @@ class RankRecord:
         return cls(files, digests)
 
 
+# Of a file system without hard links, or where this file has too many.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS)
+
+
+def link_earlier(directory: Path, earlier: Path, kind: str, rank: int, world_size: int) -> bool:
+    """Give the file of ``kind`` in the checkpoint ``earlier`` a further name in ``directory``; False if it cannot."""
+    path = directory / file_name(kind, rank, world_size)
+    with naming(path):
+        try:
+            os.link(earlier / path.name, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+    return True
+
+
 class RankWriter:
     """Writes the files of rank ``rank`` of ``world_size`` into ``directory``, as part of the save with the id ``save``.
 
     ``tensors`` has, by kind, the tensors, and by name the first element of each that is a part of a parameter. Files of
-    the kinds ``linked`` are those of earlier checkpoints of as many ranks, in these directories, under further names.
+    the kinds ``linked`` are those of earlier checkpoints of as many ranks, in these directories: see ``link_earlier``.
     ``swap_pages`` are the pages of swap files by their names, whose checksums ``put_swap_sums`` gets. Use it in a
     ``with`` block: an exception abandons the files and leaves them on disk.
     """
@@ -72,10 +90,9 @@ class RankWriter:
         described = {kind: (specs, metadata_of(save, firsts)) for kind, (specs, firsts) in tensors.items()}
         try:
             pages = {self._path(kind).name: pages_of(*each) for kind, each in described.items()}
-            for kind, earlier in linked.items():
+            for kind in linked:
                 path = self._path(kind)
                 with naming(path):
-                    os.link(earlier / path.name, path)
                     self._linked[path.name] = path.stat().st_size
                 pages[path.name] = round_up(self._linked[path.name]) // PAGE
             self._sums = SumsFile(self._path("checksums"), {**pages, **swap_pages}, metadata_of(save, {}))

@@ -12,7 +12,7 @@ masters are split, "ranges" has the lower 16 bits of their elements, and "upper"
 "layout" has the places of all extents of the swap space, and "plan" is a digest of what is in them: a later run with
 the same plan adopts the files with it (zero3/checkpoint/adoption.py).
 
-"replaced" are swap files of the snapshot before, if another run made it: they are removed once this one is published.
+"replaced" are swap files of the snapshot before, made by another run: they are removed once this one is published.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tiering._strict_json import short
 from tiering.checkpoint.manifest import Manifest, damaged, read_sealed
 from tiering.checkpoint.root import Root
 from tiering.errors import CheckpointError
+from tiering.storage import named_files
 from tiering.storage.file_system import FileVersion
 from tiering.storage.named_files import NamedFile
 from tiering.storage.swap_layout import SwapLayout
@@ -39,6 +40,8 @@ SwappedParts = tuple[dict[str, list[tuple[int, StoredTensor]]], dict[Path, FileV
 """The parts of each parameter, with their first elements; and the files."""
 
 SWAP = "swap"
+SNAPSHOT_TAG = "snapshot"
+"""The tag of the snapshot in a directory of checkpoints."""
 _DTYPES = ("F32", "BF16")
 
 
@@ -161,17 +164,29 @@ def swap_of(root: Root, manifest: Manifest) -> Swap:
 
 def swap_files_below(directory: Path) -> list[NamedFile]:
     """All swap files that the JSON files of ranks in ``directory`` name: a snapshot, or the remains of one."""
-    files: list[NamedFile] = []
+    # Each once: every rank names the files that the snapshot replaces.
+    files: dict[NamedFile, None] = {}
     for path in sorted(directory.glob("rank-*.json")):
         try:
             content = read_sealed(path)
             if SWAP in content:
                 swap = RankSwap.of(path, content)
-                files += (*swap.files, *swap.replaced)
+                files |= dict.fromkeys((*swap.files, *swap.replaced))
         except CheckpointError:
             # A crash has cut it off: its swap files had no names by then.
             continue
-    return files
+    return list(files)
+
+
+def remove_remains(partials: Iterable[Path], snapshot: Path) -> None:
+    """Remove the swap files of ``partials``, the remains of crashed snapshots, that ``snapshot`` does not name.
+
+    Before the remains themselves: nothing else names these files. One that a run still has open stays.
+    """
+    remains = [file for partial in partials for file in swap_files_below(partial)]
+    # A run names the same files in all of its snapshots.
+    needed = {file.path for file in swap_files_below(snapshot)} if remains else set()
+    named_files.remove(file for file in remains if file.path not in needed)
 
 
 def _aligned(*halves: Sequence[Place]) -> list[list[Place]]:

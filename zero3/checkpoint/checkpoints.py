@@ -23,6 +23,7 @@ from tiering._interrupts import deferred_interrupts
 from tiering.checkpoint.directory import CheckpointDirectory, check_keep
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, new_run, new_save
 from tiering.checkpoint.rank_writer import RankRecord
+from tiering.checkpoint.swap_places import SNAPSHOT_TAG
 from tiering.config.training import TieringConfig, format_size
 from tiering.errors import CheckpointError, TieringError
 from tiering.telemetry import CheckpointStatus, as_text
@@ -44,7 +45,7 @@ from zero3.checkpoint.saving import (
     check_shared,
     uncommitted,
 )
-from zero3.checkpoint.snapshot_directory import TAG, SnapshotDirectory
+from zero3.checkpoint.snapshot_directory import SnapshotDirectory
 from zero3.loop.step import Update
 from zero3.loop.step_state import Accumulation
 from zero3.optimizer.tiles import Tile
@@ -220,7 +221,7 @@ class Checkpoints:
             return None, {}
         self.run_id = loaded.run_id or self.run_id
         # A copy of a snapshot has another tag: its values need not be those of the snapshot.
-        self.frozen_changed = not (loaded.adopted and loaded.path.name == TAG)
+        self.frozen_changed = not (loaded.adopted and loaded.path.name == SNAPSHOT_TAG)
         self.snapshot = loaded.adopted or self.snapshot
         return loaded.path, loaded.client_state
 
@@ -295,11 +296,9 @@ class Checkpoints:
 
     def _open_directory(self, save_dir: Path) -> CheckpointDirectory:
         """The directory ``save_dir``, which this engine locks until it saves elsewhere."""
-        directory = CheckpointDirectory(save_dir, run_began=self.began)
-        if self._directory is None or self._directory.path != directory.path:
-            if self._directory is not None:
-                self._directory.close()
-            self._directory = directory
+        former, self._directory = self._directory, self.snapshot_directory.at(save_dir, self._directory)
+        if former is not None and former not in (self._directory, self.snapshot_directory.current):
+            former.close()
         return self._directory
 
     def _commit_alone(self) -> None:

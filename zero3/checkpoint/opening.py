@@ -192,6 +192,8 @@ class Opener:
         def read(stack: ExitStack, adoption: Adoption | None) -> None:
             # Not before: one rank that reads a swap file would keep another from locking it alone.
             self._together("open its files", lambda: stack.enter_context(ready.restore.reading(adoption)))
+            # Now that no run can write to them: the run that has made it may have made another one meanwhile.
+            self._together("look whether it is still there", ready.restore.check_not_replaced)
 
         if all(can_adopt for _, can_adopt in found):
             with ExitStack() as adopting:
@@ -201,6 +203,8 @@ class Opener:
                     files.enter_context(adopting.pop_all())
                     return ready._replace(adopts=True)
             ready.restore.log_copy(obstacle)
+            # The locks are free on all ranks: each rank reads the files of all.
+            self._together("close its files", lambda: None)
         read(files, None)
         return ready
 

@@ -112,6 +112,12 @@ class Restore:
         self.log_copy(obstacle)
         return None
 
+    def check_not_replaced(self) -> None:
+        """CheckpointError if another snapshot has taken its place: that one is in the same swap files."""
+        manifest, path = self._checkpoint.manifest, self._checkpoint.path
+        if manifest.swapped and Manifest.read(path).save != manifest.save:
+            raise CheckpointError(f"another run has made a snapshot in {path} meanwhile: load it again")
+
     def log_copy(self, obstacle: str) -> None:
         """Log why the swap files of a snapshot are not adopted."""
         self._log(f"its content is copied to new swap files, because {obstacle}")

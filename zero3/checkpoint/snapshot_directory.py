@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tiering.checkpoint.directory import CheckpointDirectory
-from tiering.checkpoint.swap_places import swap_files_below
+from tiering.checkpoint.swap_places import SNAPSHOT_TAG
 from tiering.errors import ConfigError
-from tiering.storage import named_files
-
-TAG = "snapshot"
 
 
 class SnapshotDirectory:
@@ -29,9 +26,19 @@ class SnapshotDirectory:
     def begin(self, path: Path, *, run: str) -> Path:
         """Create a directory for the files of the snapshot of ``run`` in ``path``. Raises as ``lock``."""
         directory = self._locked(path)
-        partial = directory.begin(TAG, run=run)
+        partial = directory.begin(SNAPSHOT_TAG, run=run)
         self.current = directory
         return partial
+
+    def at(self, path: Path, former: CheckpointDirectory | None) -> CheckpointDirectory:
+        """The directory ``path`` for checkpoints of the run, whose ``former`` one may be another.
+
+        The directory with the snapshot is one object, so that a save elsewhere does not unlock it.
+        """
+        for each in (self.current, former):
+            if each is not None and each.path == path.absolute():
+                return each
+        return CheckpointDirectory(path, run_began=self._run_began)
 
     def close(self) -> None:
         """Unlock it."""
@@ -46,11 +53,5 @@ class SnapshotDirectory:
                 f"{path} cannot have the snapshot: this engine has its snapshot in {directory.path}, and a run has one:"
                 " use the same directory, or save_checkpoint"
             )
-        # First: the lock removes these directories.
-        remains = [file for partial in directory.partials() for file in swap_files_below(partial)]
         directory.lock()
-        # Only now: as long as another run has the lock, it may be about to publish these files. Those of the snapshot
-        # that is there stay until another one is published: a run names the same files in all of its snapshots.
-        needed = {file.path for file in swap_files_below(directory.path / TAG)}
-        named_files.remove(file for file in remains if file.path not in needed)
         return directory

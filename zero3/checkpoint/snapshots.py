@@ -13,7 +13,7 @@ leaves that one; the swap files that it leaves are found by the JSON files, when
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,15 @@ import numpy as np
 from tiering import _logs
 from tiering._interrupts import deferred_interrupts
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, new_save
-from tiering.checkpoint.rank_writer import RankRecord, RankWriter
-from tiering.checkpoint.swap_places import SWAP, RankSwap, swap_files_below
+from tiering.checkpoint.rank_writer import RankRecord, RankWriter, link_earlier
+from tiering.checkpoint.swap_places import SNAPSHOT_TAG, SWAP, RankSwap, swap_files_below
 from tiering.config.training import IoConfig, format_size
 from tiering.errors import CheckpointError, ConfigError, SwapError, SwapSpaceError
 from tiering.storage import named_files
 from tiering.storage.arena import PAGE
+from tiering.storage.file_system import fsync
 from tiering.storage.named_files import NamedFile
+from tiering.storage.slab_file import SlabFile
 from tiering.storage.versions import Kept
 from tiering.weights.tensor_file import Output, TensorSpec, naming
 from zero3.checkpoint.checkpoints import Checkpoints
@@ -38,7 +40,6 @@ from zero3.checkpoint.kept_snapshot import KeptSnapshot
 from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.run_state import RankState
 from zero3.checkpoint.saving import StallTimer, bytes_of, specs_of
-from zero3.checkpoint.snapshot_directory import TAG
 from zero3.checkpoint.swapped_state import SwappedState
 from zero3.parts import Assembly
 from zero3.ranks.agreement import together
@@ -56,7 +57,10 @@ class Snapshots:
         self._parts = parts
         self._io = io
         self._directory = checkpoints.snapshot_directory
+        # Also if this rank does not know, because an interrupt or a lost rank cut the publication off.
         self._is_published = False
+        # Directories of failed snapshots whose files name swap files that have names.
+        self._unpublished: list[Path] = []
 
     def save(self, save_dir: Path, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Path:
         """See Engine.snapshot_state. The engine is idle, and its masters are up to date."""
@@ -83,6 +87,10 @@ class Snapshots:
         """Unlock the directory. The snapshot stays; without one, no file does."""
         if self._parts.tiers.swap is not None and not self._is_published:
             self._parts.tiers.swap.withdraw()
+        collectives = self._parts.collectives
+        # A rank that is lost has not withdrawn its files: the next run removes them.
+        if collectives is None or collectives.failure is None:
+            self._discard_unpublished()
         self._directory.close()
 
     @property
@@ -94,17 +102,20 @@ class Snapshots:
         states: list[RankState] = []
         partials: list[Path] = []
 
-        def prepare() -> tuple[Path | None, str, list[NamedFile]]:
+        def prepare() -> tuple[Path | None, str, list[NamedFile], list[Path]]:
             states.append(self._checkpoints.collect(client_state))
+            own = [file.path for file in self._named().values()]
             if self._rank != 0:
-                return None, "", []
+                return None, "", [], own
             partials.append(self._directory.begin(save_dir, run=self._checkpoints.run_id))
-            return partials[0], new_save(), swap_files_below(partials[0].parent / TAG)
+            return partials[0], new_save(), swap_files_below(partials[0].parent / SNAPSHOT_TAG), own
 
         try:
-            partial, save, earlier = self._together("begin a snapshot", prepare)[0]
+            begun = self._together("begin a snapshot", prepare)
+            partial, save, earlier, _ = begun[0]
             assert partial is not None
-            replaced = tuple(file for file in earlier if file.path.exists())
+            of_this_run = {path for *_, own in begun for path in own}
+            replaced = tuple(file for file in earlier if file.path not in of_this_run and file.path.exists())
             has_frozen = not exclude_frozen and any(
                 not piece.trainable for group in self._parts.groups for piece in group.layout.pieces
             )
@@ -112,6 +123,7 @@ class Snapshots:
                 "write a snapshot",
                 lambda: self._write(states[0], partial, save, replaced, has_frozen=has_frozen),
             )
+            self._together("look for the swap files of all ranks", lambda: _check_reachable(written))
             record = RankRecord.of_all(each for each, _ in written)
             manifest = replace(
                 self._checkpoints.manifest(Share(self._parts, frozen=not exclude_frozen), save),
@@ -119,24 +131,57 @@ class Snapshots:
                 digests=record.digests,
                 swapped=True,
             )
+            place = partial.parent / SNAPSHOT_TAG
             # Ctrl-C must not occur between the two: a snapshot that is published must be kept.
             with deferred_interrupts():
-                problem = self._together("publish a snapshot", lambda: self._publish(partial, manifest))[0]
-                assert self._parts.tiers.swap is not None
-                self._parts.tiers.swap.keep(Kept.SNAPSHOT)
-                self._is_published = True
-                self._checkpoints.snapshot = KeptSnapshot.of(partial.parent / TAG, manifest)
-                self._checkpoints.frozen_changed = not has_frozen
+                try:
+                    told = self._together("publish a snapshot", lambda: self._publish(partial, manifest))
+                except BaseException as error:
+                    if _is_at(place, save):
+                        self._keep(place, manifest, has_frozen=has_frozen)
+                    # Without rank 0's answer: it may publish it yet.
+                    self._is_published |= self._rank != 0 and not isinstance(error, CheckpointError)
+                    raise
+                self._keep(place, manifest, has_frozen=has_frozen)
         except BaseException:
             for each in partials:
-                assert self._directory.current is not None
-                self._directory.current.discard(each)
+                self._give_up(each)
             raise
-        if problem:
-            raise CheckpointError(problem)
-        in_use = {file.path for _, files in written for file in files}
-        named_files.remove(file for file in replaced if file.path not in in_use)
-        return partial.parent / TAG
+        self._discard_unpublished()
+        if told[0]:
+            raise CheckpointError(told[0])
+        named_files.remove(replaced)
+        return place
+
+    def _keep(self, place: Path, manifest: Manifest, *, has_frozen: bool) -> None:
+        """The snapshot ``place`` is published: steps leave its pages as they are."""
+        assert self._parts.tiers.swap is not None
+        self._parts.tiers.swap.keep(Kept.SNAPSHOT)
+        self._is_published = True
+        self._checkpoints.snapshot = KeptSnapshot.of(place, manifest)
+        self._checkpoints.frozen_changed = not has_frozen
+
+    def _give_up(self, partial: Path) -> None:
+        """Rank 0 removes the files of a snapshot that failed, unless only they name swap files."""
+        directory = self._directory.current
+        assert directory is not None
+        if self._is_published or not any(partial.glob("rank-*.json")):
+            directory.discard(partial)
+        else:
+            directory.leave(partial)
+            self._unpublished.append(partial)
+
+    def _discard_unpublished(self) -> None:
+        """Their swap files are those of a snapshot by now, or have no names any more."""
+        while self._unpublished:
+            assert self._directory.current is not None
+            self._directory.current.discard(self._unpublished.pop())
+
+    def _named(self) -> dict[SlabFile, NamedFile]:
+        """The swap files of this rank with the names that snapshots give them."""
+        swap = self._parts.tiers.swap
+        assert swap is not None
+        return swap.named(f"{self._checkpoints.run_id[:8]}-rank{self._rank}")
 
     def _write(
         self,
@@ -155,13 +200,13 @@ class Snapshots:
         with _swap_errors():
             state_in_swap.write()
             swap.check_written(Kept.SNAPSHOT)
-        named = swap.named(f"{self._checkpoints.run_id[:8]}-rank{world.rank}")
+        named = self._named()
         files: dict[str, tuple[Sequence[TensorSpec], Mapping[str, str]]] = {"rank": (specs_of(state), {})}
         linked: dict[str, Path] = {}
         swap_pages = {file.path.name: file.nbytes // PAGE for file in named.values() if swap.aio.verifies}
-        before = partial.parent / TAG
-        if has_frozen and not self._checkpoints.frozen_changed and before.exists():
-            # Its file has the same values.
+        before = partial.parent / SNAPSHOT_TAG
+        has_same = has_frozen and not self._checkpoints.frozen_changed and before.exists()
+        if has_same and link_earlier(partial, before, WEIGHTS, world.rank, world.size):
             linked[WEIGHTS] = before
         elif has_frozen:
             files[WEIGHTS] = frozen.tensors(WEIGHTS)
@@ -196,8 +241,11 @@ class Snapshots:
                 replaced,
             )
             record = writer.finish({**state.content, SWAP: swapped.as_dict()})
-        # After the JSON file, so that no file with a name is unknown. Ctrl-C between a name and the note of it would
-        # leave a file behind.
+        # After the JSON file is on the disk, so that no file with a name is unknown. Ctrl-C between a name and the note
+        # of it would leave a file behind.
+        for directory in (partial, partial.parent):
+            with naming(directory):
+                fsync(directory)
         with deferred_interrupts(), _swap_errors():
             swap.publish(named)
         return record, tuple(named.values())
@@ -211,16 +259,34 @@ class Snapshots:
         with naming(partial / MANIFEST):
             manifest.write(partial)
         try:
-            directory.commit(partial, TAG, run=manifest.run)
+            directory.commit(partial, SNAPSHOT_TAG, run=manifest.run)
         except CheckpointError as error:
-            with suppress(CheckpointError):
-                if Manifest.read(directory.path / TAG).save == manifest.save:
-                    return error.message
+            if _is_at(directory.path / SNAPSHOT_TAG, manifest.save):
+                return error.message
             raise
         return ""
 
     def _together(self, purpose: str, work: Callable[[], T]) -> list[T]:
         return together(self._parts.collectives, purpose, work)
+
+
+def _is_at(place: Path, save: str | None) -> bool:
+    """Whether ``place`` has the checkpoint that ``save`` made."""
+    with suppress(CheckpointError):
+        return Manifest.read(place).save == save
+    return False
+
+
+def _check_reachable(written: Iterable[tuple[RankRecord, Iterable[NamedFile]]]) -> None:
+    """CheckpointError unless this rank can open the swap files of all ranks, as a run that resumes does."""
+    for rank, (_, files) in enumerate(written):
+        for file in files:
+            if not file.path.exists():
+                raise CheckpointError(
+                    f"{file.path}, a swap file of rank {rank}, is not on this host, and all ranks that resume from a"
+                    " snapshot read the files of all: on several nodes call save_checkpoint, or use an nvme_path that"
+                    " they share"
+                )
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 
 from tests.zero3.resuming import train
 from tiering.checkpoint.reader import open_checkpoint
+from tiering.checkpoint.run_lock import LOCK
 from tiering.weights.files import same_bytes
 from zero3.engine.engine import Engine
 
@@ -34,6 +38,17 @@ def snapshotted(make: Callable[[], Engine], saved: Path) -> tuple[Engine, list[f
     losses = train(engine, range(SAVE_AT))
     engine.snapshot_state(saved)
     return engine, losses
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """The lock of ``directory`` is that of another run in the block."""
+    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 def flip_bit(saved: Path, kind: str, name: str) -> None:

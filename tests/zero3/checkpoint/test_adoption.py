@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +12,10 @@ import pytest
 from torch import nn
 
 import tiering
-from tests.zero3.checkpoint.snapshotted import FORMATS, SAVE_AT, STEPS, Begin, snapshotted
+from tests.zero3.checkpoint.snapshotted import FORMATS, SAVE_AT, STEPS, Begin, locked, snapshotted
 from tests.zero3.conftest import config
 from tests.zero3.resuming import MIXED, STREAMED, WIDTH, Left, Model, straight, tokens, train
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.run_lock import LOCK
 from tiering.errors import CheckpointError, ConfigError, EngineStateError, SwapSpaceError
 from tiering.storage import slabs, striping
 from tiering.storage.arena import PAGE
@@ -187,17 +183,6 @@ def test_two_jobs_do_not_resume_from_one_snapshot(begin: Begin, tmp_path: Path) 
     first.close()
     second.load_checkpoint(saved)
     assert second.global_steps == 0
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """The lock of ``directory`` is that of another run in the block."""
-    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
 
 
 def test_a_snapshot_that_another_run_may_replace_is_copied(

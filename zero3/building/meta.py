@@ -61,7 +61,9 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
             for param in names:
                 _give_memory(param)
                 build.tape.may_free(param)
-                if param in stored:
+            for param in model.parameters():
+                # Its values are in the files, or it has some, as an adapter that was loaded.
+                if param in stored or param not in names:
                     param._is_hf_initialized = True  # type: ignore[attr-defined] # the mark of transformers
             for module, short, param in replaced:
                 replacement = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -43,11 +46,12 @@ def quantize(
 
     ``quant_type`` is "nf4" (0.516 bytes per weight; 0.5625 with ``double_quant=False``), "int8" or "fp8" (1.0625), each
     with a scale per ``block_size`` weights. ``modules`` are names of layers, or the ends of names ("q_proj",
-    "mlp.up_proj"). Without it, every frozen ``nn.Linear`` is quantised, except the output layer of a model of
-    transformers and layers that it keeps in fp32, layers whose weight another module shares, adapters of peft, and
-    layers whose inputs are no multiple of ``block_size``, which a log line names. Biases stay as they are, and so do
-    layers that are quantised already. A module of transformers whose parameters hold the matrices of all its experts,
-    [experts, rows, columns], counts as a layer: each matrix is quantised for itself, in blocks of a row.
+    "mlp.up_proj"). Without it, every frozen ``nn.Linear`` is quantised, except the output layer and the last layer of a
+    model of transformers and layers that it keeps in fp32, layers whose weight another module shares, adapters of peft
+    and experts with whose matrices they compute, and layers whose inputs are no multiple of ``block_size``, which a log
+    line names. Biases stay as they are, and so do layers that are quantised already. A module of transformers whose
+    parameters hold the matrices of all its experts, [experts, rows, columns], counts as a layer: each matrix is
+    quantised for itself, in blocks of a row.
 
     A layer on the meta device gets parameters without values: ``tiering.initialize(model=model, weights=DIR)`` encodes
     the stored weights while it reads them. Adapters may be added before or afterwards.
@@ -63,7 +67,9 @@ def quantize(
     if modules is None:
         layers = _by_default(model, form)
     else:
-        layers = list(_named(model, (modules,) if isinstance(modules, str) else modules))
+        named = _named(model, (modules,) if isinstance(modules, str) else modules, form)
+        # Once each: several of the names may mean the same layer.
+        layers = list({id(layer): (name, layer) for name, layer in named}.values())
     for name, layer in layers:
         _check(name, layer, form)
     for name, layer in layers:
@@ -80,13 +86,14 @@ def quantize(
 
 def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.Module]]:
     """The frozen layers that are quantised where no names are given, with their names."""
-    head, adapters, apart = _output_layer(model), set(added_names(model)), _shared_weights(model)
+    left_out, adapters, apart = _output_layers(model), set(added_names(model)), _shared_weights(model)
+    left_out |= _adapted_experts(model)
     # As transformers does. Among them are layers to whose dtype the model casts inputs.
     apart.update(named_by_model(model, fp16=True))
     frozen = [
         (name, module)
         for name, module in model.named_modules()
-        if (weights := _weights(module)) and module is not head
+        if (weights := _weights(module)) and module not in left_out
         if not any(
             weight.requires_grad or is_wrapper(weight) or weight in apart for weight in weights.values()
         )
@@ -95,7 +102,7 @@ def _by_default(model: nn.Module, form: QuantizedFormat) -> list[tuple[str, nn.M
     for name, module in model.named_modules():
         if (
             isinstance(module, RowTiledLinear)
-            and module is not head
+            and module not in left_out
             and not any(weight.requires_grad or weight in apart for weight in module.tile_weights)
         ):
             raise ConfigError(
@@ -142,8 +149,10 @@ def _is_quantised(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLinear | QuantizedExperts)
 
 
-def _named(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of ``modules``, with their names. Those that are quantised already do not count."""
+def _named(
+    model: nn.Module, modules: Sequence[str], form: QuantizedFormat
+) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of ``modules``, with their names. Those that are in ``form`` already do not count."""
     shared = _shared_weights(model)
     for wanted in modules:
         matches = [
@@ -158,7 +167,12 @@ def _named(model: nn.Module, modules: Sequence[str]) -> Iterator[tuple[str, nn.M
             layer = (
                 module.base_layer if isinstance(getattr(module, "base_layer", None), nn.Linear) else module
             )
-            if _is_quantised(layer):
+            if isinstance(layer, QuantizedLinear | QuantizedExperts):
+                if layer.form != form:
+                    raise ConfigError(
+                        f"quantize: {name!r} is in {layer.form} already, and codes are not converted; build the model"
+                        " anew, or leave it out of modules"
+                    )
                 continue
             weights = _weights(layer)
             if not weights:
@@ -234,14 +248,37 @@ def _shared_weights(model: nn.Module) -> set[nn.Parameter]:
     return shared
 
 
-def _output_layer(model: nn.Module) -> nn.Module | None:
+def _output_layers(model: nn.Module) -> set[nn.Module]:
+    """The output layer of a model of transformers, and the head of one that classifies: its last module.
+
+    With what adapters have put inside: the original, and copies that are trained as a whole.
+    """
     find = getattr(model, "get_output_embeddings", None)
-    head: nn.Module | None = find() if find is not None else None
-    return head
+    if find is None:
+        return set()
+    added, names = set(added_names(model)), [name for name, _ in model.named_parameters()]
+    last = next((name for name in reversed(names) if name not in added), "")
+    # Of a copy that is trained as a whole: what has it and the original.
+    heads = [find(), model.get_submodule(last.rpartition(".")[0].partition(".modules_to_save.")[0])]
+    return {part for head in heads if head is not None and head is not model for part in head.modules()}
+
+
+def _adapted_experts(model: nn.Module) -> set[nn.Module]:
+    """Modules with fused experts that adapters of peft adapt: these compute with the matrices."""
+    bases = (getattr(module, "base_layer", None) for module in model.modules())
+    return {base for base in bases if isinstance(base, nn.Module) and fused_matrices(base)}
 
 
 def check_adapters(model: nn.Module) -> None:
     """Raise ConfigError for adapters that compute with the weights of quantised layers: they would read the codes."""
+    for name, module in model.named_modules():
+        base: Any = getattr(module, "base_layer", None)
+        rows = isinstance(base, QuantizedLinear) and type(module).__name__ == "TrainableTokensLayer"
+        if rows or isinstance(base, QuantizedExperts):
+            raise ConfigError(
+                f"the adapter of {name!r} computes with the weights of what it adapts, which are codes in"
+                f" {base.form.name} here; adapt other layers, or leave it out of the quantised ones (modules)"
+            )
     adapted = next(
         (
             module.base_layer
@@ -269,7 +306,35 @@ def quantize_as_configured(model: nn.Module, config: TieringConfig) -> None:
     """Quantise the layers that ``tiering.quantize`` of the configuration selects; see ``quantize`` for the errors."""
     wanted = config.tiering.quantize
     if wanted.type != "none":
+        before = Counter(
+            module.form.name
+            for module in model.modules()
+            if isinstance(module, QuantizedLinear | QuantizedExperts)
+        )
+        others = [f"{counted(n, 'layer')} in {name}" for name, n in before.items() if name != wanted.type]
+        if others:
+            log.log(
+                _logs.once(logging.WARNING),
+                "tiering.quantize %r: %s stay so; to quantise them anew, build the model again",
+                *(wanted.type, " and ".join(others)),
+            )
         quantize(
             model, wanted.type, modules=wanted.modules or None, double_quant=wanted.double_quant,
             block_size=wanted.block_size,
         )  # fmt: skip
+
+
+@contextmanager
+def noting_quantised(model: nn.Module) -> Iterator[None]:
+    """An error of the block tells if layers of ``model`` have been quantised in it, which are not converted back."""
+    before = sum(map(_is_quantised, model.modules()))
+    try:
+        yield
+    except Exception as error:
+        converted = sum(map(_is_quantised, model.modules())) - before
+        if converted:
+            error.add_note(
+                f"{counted(converted, 'layer')} of the model had been quantised by then, and stay so: to use other"
+                " settings, build the model again"
+            )
+        raise

@@ -97,7 +97,10 @@ def pair(model: nn.Module, files: WeightFiles, names: ModelNames) -> Pairs:
     targets = _targets(names.modules(remove_duplicate=False))
     target_of = {name: target for target in targets for name in target.names}
     # Also in a plan of adapters without peft.
-    target_of = {name_in_base(name): target for name, target in target_of.items()} | target_of
+    in_base: dict[str, list[Target]] = defaultdict(list)
+    for name, target in target_of.items():
+        in_base[name_in_base(name)].append(target)
+    target_of = {name: several[-1] for name, several in in_base.items()} | target_of
     base = base_of(model)
     naming, prefix = _Naming.of(base), getattr(base, "base_model_prefix", "")
     candidates: dict[str, list[Values]] = defaultdict(list)  # by the model's name
@@ -122,6 +125,11 @@ def pair(model: nn.Module, files: WeightFiles, names: ModelNames) -> Pairs:
     partners: Partners = defaultdict(list)
     for name, target in target_of.items():
         partners[target] += sorted(candidates.get(name, []), key=lambda values: values.name != name)
+    # A layer that peft trains as a whole: the frozen original, and its copy.
+    for name, several in in_base.items():
+        for target in several:
+            if not partners[target]:
+                partners[target] += candidates.get(name, [])
     missing = [target.names[0] for target, values in partners.items() if not values]
     return Pairs({target: values for target, values in partners.items() if values}, missing, unexpected)
 

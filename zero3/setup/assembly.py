@@ -25,7 +25,7 @@ from zero3.building.first_values import FirstValues
 from zero3.building.meta import build_on_meta
 from zero3.building.model_names import ModelNames
 from zero3.building.peft_models import added_names
-from zero3.building.quantization import check_adapters, quantize_as_configured
+from zero3.building.quantization import check_adapters, noting_quantised, quantize_as_configured
 from zero3.building.tiling import Tiles, tile_as_configured, with_tiles
 from zero3.building.weights import Matched, match
 from zero3.building.wrapped_parameters import WrappedParameters
@@ -158,7 +158,8 @@ def assemble(
 def _assemble(request: _Request, rank: _Rank) -> Assembly:
     wrapped = WrappedParameters.split(request.model, rank.device)
     try:
-        return _assemble_split(request, rank, wrapped)
+        with noting_quantised(request.model):
+            return _assemble_split(request, rank, wrapped)
     except BaseException:
         wrapped.undo()
         raise

@@ -196,8 +196,10 @@ def test_quantised_experts_are_copied_pickled_and_refused() -> None:
     expected = model(x, chosen)
     assert torch.equal(copy.deepcopy(model)(x, chosen), expected)
     assert torch.equal(pickle.loads(pickle.dumps(model))(x, chosen), expected)
-    # Those that are quantised already do not count.
-    tiering.quantize(model, "int8", modules=["experts"])
+    # Those that are quantised already do not count, in this format.
+    tiering.quantize(model, "fp8", modules=["experts"])
+    with pytest.raises(ConfigError, match=r"'layers.0.experts' is in fp8 with blocks of 64 already"):
+        tiering.quantize(model, "int8", modules=["experts"])
     assert "form=fp8" in repr(model.layers[0].experts)
     trained = fused_model(grouped=False)
     trained.layers[1].experts.down_proj.requires_grad_(True)

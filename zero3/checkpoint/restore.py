@@ -35,6 +35,7 @@ from zero3.checkpoint.run_state import RankState
 from zero3.optimizer.client import ClientOptimizer
 from zero3.params.layout import Piece, tiles
 from zero3.params.param_group import ParamGroup
+from zero3.params.precision import keeps_dtype
 from zero3.parts import Assembly
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,13 @@ class Restore:
                 raise CheckpointError(
                     f"checkpoint {checkpoint.path} is of another model: {name!r}, which it excludes, has shape"
                     f" {list(excluded[name].shape)} and not {list(shape)}; build the model that was saved"
+                )
+            dtypes = {STORED_NAMES[param.dtype] for param in params if keeps_dtype(param)}
+            if name in excluded and dtypes - {excluded[name].dtype}:
+                raise CheckpointError(
+                    f"checkpoint {checkpoint.path} is of another model: {name!r}, which it excludes, was"
+                    f" {excluded[name].dtype} and is {', '.join(dtypes)} here; quantise the model as it was when it was"
+                    " saved"
                 )
         self._names = {param: source.parts[0].name for param, source in self._matched.sources.items()}
         self._states = self._kinds() if states else {}

@@ -128,6 +128,7 @@ def initialize(
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
         strict=strict_args,
         sequence_ranks=None if place is None else place.sequence_size,
+        model_ranks=1 if place is None else ranks // (place.data_size * place.sequence_size),
     )
     settings, report = ds_config.load(source, world_size=ranks, context=context)
     place = place or sharing(rank, ranks, settings.sequence_ranks)
@@ -160,7 +161,7 @@ def initialize(
                 collate_fn,
                 rank=place.data_rank,
                 world_size=place.data_size,
-                shared=place.sequence_size > 1,
+                shared=ranks > place.data_size,
                 drop_last=settings.dataloader_drop_last,
             )
             engine.training_dataloader = loader

@@ -345,6 +345,9 @@ class TieringConfig(Section):
     sequence_ranks: Count = Field(
         default=1, description="Ranks that share each sequence and load the same data: consecutive ones."
     )
+    model_ranks: Count = Field(
+        default=1, description="Ranks that hold parts of one model and load the same data."
+    )
     precision: Precision = Field(default="fp32", description="Compute dtype of parameters and activations.")
     buffer_dtype: Precision | None = Field(
         default=None, description="Dtype of the model's floating-point buffers; null: unchanged."
@@ -379,8 +382,8 @@ class TieringConfig(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that load different data: those that share sequences count once."""
-        return self.world_size // self.sequence_ranks
+        """Ranks that load different data: those that share sequences, or hold parts of one model, count once."""
+        return self.world_size // (self.sequence_ranks * self.model_ranks)
 
     @model_validator(mode="after")
     def _check_batch_sizes(self) -> Self:

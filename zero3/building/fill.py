@@ -230,12 +230,12 @@ class Fill:
         self, source: Source, dtype: torch.dtype, first: int, numel: int, name: str
     ) -> Tensor:
         assert self._collectives is not None
-        if self._collectives.world.rank == 0:
+        if self._collectives.tables.rank == 0:
             values = source.read(first, numel)
         else:
             values = torch.empty(numel, dtype=dtype, device="cpu")
-        # Returns when the values have left rank 0, whose source may then reuse its memory.
-        self._collectives.broadcast(values, 0, f"send the first values of {name!r}")
+        # Returns when the values have left that rank, whose source may then reuse its memory.
+        self._collectives.tables.broadcast(values, 0, f"send the first values of {name!r}")
         return values
 
 

@@ -62,7 +62,7 @@ class Share:
         self._layout = parts.layout
         self.has_frozen = frozen
         self._has_trained = trained
-        self._shards_state = parts.world.size > 1 and parts.plan.workload.stage >= 1
+        self._shards_state = parts.world.partition_size > 1 and parts.plan.workload.stage >= 1
         self._tiles: dict[ParamGroup, list[Tile]] = {group: [] for group in parts.groups}
         for tile in parts.tiles:
             self._tiles[tile.group].append(tile)
@@ -164,13 +164,15 @@ class Share:
         """The elements of the group's tiles that this rank saves."""
         if self._shards_state:
             return range(group.shard.trainable_numel)
-        return shard_ranges(group.layout, self._world.size, self._world.rank)[0]
+        return shard_ranges(group.layout, self._world.partition_size, self._world.partition_rank)[0]
 
     def _frozen_pieces(self, group: ParamGroup) -> tuple[tuple[Piece, ...], range]:
         """The pieces of frozen parameters, and the elements that this rank saves, in the coordinates of the home."""
         if group.sharded:
             return group.shard.pieces, range(group.shard.trainable_numel, group.shard.numel)
-        return group.layout.pieces, shard_ranges(group.layout, self._world.size, self._world.rank)[1]
+        return group.layout.pieces, shard_ranges(
+            group.layout, self._world.partition_size, self._world.partition_rank
+        )[1]
 
     def _trained(self, group: ParamGroup) -> Iterator[Segment]:
         own = self._saved_range(group)
@@ -182,5 +184,9 @@ class Share:
         return segments(pieces, own.start, own.stop)
 
     def _empty(self, group: ParamGroup) -> Iterator[Piece]:
-        """Parameters without elements, which are in no range: rank 0 saves them."""
-        return (piece for piece in group.layout.pieces if self._world.rank == 0 and not product(piece.shape))
+        """Parameters without elements, which are in no range: the first rank saves them."""
+        return (
+            piece
+            for piece in group.layout.pieces
+            if self._world.partition_rank == 0 and not product(piece.shape)
+        )

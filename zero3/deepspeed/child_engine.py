@@ -28,7 +28,7 @@ class ChildEngine(Engine):
         """
         # No object has this class.
         self._seen_as = type(type(self).__name__, (type(self), nn.Module), {})
-        self._access.saves_copies = self._world.size == 1 or not self._access.partitioned
+        self._access.saves_copies = self._world.partition_size == 1 or not self._access.partitioned
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """``Engine.state_dict``; with arguments, as the parent of a child passes them, that of the module."""

@@ -409,7 +409,7 @@ class DeepSpeedEngine(SettingNames, ChildEngine):
         size = batch_size or self.settings.micro_batch_size
         collate = collate_fn or self.collate_fn
         if route == "train" and data_sampler is None:
-            shared = self.mesh_place.sequence_size > 1
+            shared = self.world_size > self.mesh_place.data_size
             return make_loader(dataset, size, collate, shared=shared, **options)
         return make_ordered_loader(dataset, size, collate, sampler=data_sampler, **options)
 

@@ -103,13 +103,14 @@ class AccumulatedGradients:
         if self._state.collectives is None:
             return
         row = torch.frombuffer(bytearray(hashlib.sha256(values.numpy().data).digest()), dtype=torch.uint8)
-        rows = self._state.collectives.table(row, f"assign {piece.name!r}.grad")
-        for rank, digest in enumerate(rows):
+        rows = self._state.collectives.tables.table(row, f"assign {piece.name!r}.grad")
+        ranks = self._state.collectives.tables.ranks
+        for rank, digest in zip(ranks, rows, strict=True):
             if not torch.equal(digest, rows[0]):
                 raise EngineStateError(
-                    f"{piece.name!r}.grad was assigned different values on rank {rank} and on rank 0, but all ranks"
-                    " step with one gradient. Average it over the ranks first (torch.distributed.all_reduce), or let"
-                    " engine.backward(loss) do it"
+                    f"{piece.name!r}.grad was assigned different values on rank {rank} and on rank {ranks[0]}, but all"
+                    " ranks step with one gradient. Average it over the ranks first (torch.distributed.all_reduce), or"
+                    " let engine.backward(loss) do it"
                 )
 
 

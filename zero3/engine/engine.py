@@ -208,7 +208,7 @@ class Engine(StateFiles):
     @property
     def _shards_parameters(self) -> bool:
         """Whether all ranks must run each forward together, because each has a shard of the parameters."""
-        return self._world.size > 1 and self.settings.zero.stage == 3
+        return self._world.partition_size > 1 and self.settings.zero.stage == 3
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last ``step``. After ``close`` or ``release`` this does nothing."""

@@ -69,7 +69,8 @@ class Released:
             for group in groups
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
         )
-        lacking = shortage(nbytes, self._device, collectives, local_size, "release the parameters")
+        tables = None if collectives is None else collectives.run_tables
+        lacking = shortage(nbytes, self._device, tables, local_size, "release the parameters")
         if lacking is not None:
             needed, free = map(format_size, lacking)
             elsewhere = (

@@ -31,15 +31,16 @@ def digest(lines: Iterable[str]) -> float:
     return float(int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:DIGEST_BYTES]))
 
 
-def check_same(options_of_ranks: Sequence[Sequence[str]], step: int) -> None:
-    """ConfigError with the first line of ``options_of_ranks``, as of ``described``, that differs from rank 0's."""
-    for rank, lines in enumerate(options_of_ranks):
-        if lines == options_of_ranks[0]:
+def check_same(options_of_ranks: Mapping[int, Sequence[str]], step: int) -> None:
+    """ConfigError with the first line of ``options_of_ranks``, by rank, that differs from that of the first one."""
+    (first_rank, expected), *others = options_of_ranks.items()
+    for rank, lines in others:
+        if lines == expected:
             continue
-        pairs = zip((*options_of_ranks[0], "none"), (*lines, "none"), strict=False)
+        pairs = zip((*expected, "none"), (*lines, "none"), strict=False)
         first, rank_options = next((a, b) for a, b in pairs if a != b)
         raise ConfigError(
-            f"hyperparameters differ between ranks in step {step}: the optimizer has {first} on rank 0, and"
+            f"hyperparameters differ between ranks in step {step}: the optimizer has {first} on rank {first_rank}, and"
             f" {rank_options} on rank {rank}. Set the same values on all ranks: pass to a scheduler that follows a"
             " metric (ReduceLROnPlateau) the mean over the ranks, for example by torch.distributed.all_reduce"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,13 +59,23 @@ class StepFigures:
 
     @classmethod
     def of_ranks(
-        cls, figures: Sequence[RankFigures], names: Mapping[int, str], *, has_loss: bool
+        cls,
+        figures: Sequence[RankFigures],
+        names: Mapping[int, str],
+        *,
+        has_loss: bool,
+        own: Collection[int] | None = None,
     ) -> StepFigures:
-        """From those of each rank, and the ``names`` of the parameters by index."""
-        first = min((each.bad for each in figures if each.bad >= 0), default=-1)
+        """From those of each rank, and the ``names`` of the parameters by index.
+
+        ``own`` are the ranks with the same parameters, None: all.
+        """
+        bad = [(each.bad, rank) for rank, each in enumerate(figures) if each.bad >= 0]
+        first = min((index for index, rank in bad if own is None or rank in own), default=-1.0)
+        elsewhere = f"a parameter of rank {bad[0][1]}" if bad else ""
         return cls(
             norm=math.sqrt(float(ExactSum.total(each.squares for each in figures))),
-            bad=names.get(int(first), ""),
+            bad=names.get(int(first), elsewhere),
             loss=sum(each.loss for each in figures) / len(figures) if has_loss else None,
             stop=next((int(each.stop) for each in figures if each.stop), 0),
             saving=int(min(each.saving for each in figures)),
@@ -78,7 +88,7 @@ def exchange(local: RankFigures, options: Any, collectives: Collectives, purpose
     RankOrderError unless all ranks are in the same step; they must have the same options.
     """
     local = local._replace(options=hyperparameters.digest(options))
-    rows = collectives.table(local.row(), purpose)
+    rows = collectives.run_tables.table(local.row(), purpose)
     figures = [RankFigures.of_row(row) for row in rows.tolist()]
     step = int(local.steps) + 1
     for rank, rank_figures in enumerate(figures):
@@ -87,9 +97,10 @@ def exchange(local: RankFigures, options: Any, collectives: Collectives, purpose
                 f"rank {collectives.world.rank} is in step {step}, rank {rank} in step"
                 f" {rank_figures.steps + 1:.0f}: call step() equally often on all ranks"
             )
-    if any(each.options != local.options for each in figures):
-        # All ranks have the same rows, so either all or none reach this collective.
-        of_all = collectives.gather_objects(options, "exchange the hyperparameters")
-        hyperparameters.check_same(of_all, step)
+    tables = collectives.tables
+    if any(figures[rank].options != local.options for rank in tables.ranks):
+        # All ranks of the partition have the same rows, so either all or none reach this collective.
+        of_all = tables.gather_objects(options, "exchange the hyperparameters")
+        hyperparameters.check_same(dict(zip(tables.ranks, of_all, strict=True)), step)
     collectives.finish_step()
     return figures

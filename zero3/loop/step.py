@@ -380,11 +380,12 @@ class Update:
             saving=saving,
             squares=squares,
         )
-        figures = [local]
+        figures, own = [local], None
         if self._collectives is not None:
+            own = self._collectives.tables.ranks
             options = hyperparameters.described(self._optimizer.param_groups, self._optimizer.defaults)
             figures = exchange(local, options, self._collectives, purpose)
-        return StepFigures.of_ranks(figures, self._names, has_loss=loss is not None)
+        return StepFigures.of_ranks(figures, self._names, has_loss=loss is not None, own=own)
 
     def _apply(self, norm: float, scale: float, count: Callable[[], None]) -> None:
         """Make the update, and ``count`` it. See Note [A step is whole]."""

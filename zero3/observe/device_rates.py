@@ -105,7 +105,7 @@ def settle_update_share(
     share = best_share(load, budgets, saved_rates(load, device, local_ranks=local_ranks).of_rank(local_ranks))
     if collectives is not None:
         row = torch.tensor([share], dtype=torch.float64, device="cpu")
-        share = float(collectives.table(row, "compare rates").min())
+        share = float(collectives.run_tables.table(row, "compare rates").min())
     if not share and Tier.HOST in load.optimizer_tiers:
         log.log(
             _logs.once(logging.INFO),

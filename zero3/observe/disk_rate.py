@@ -38,6 +38,6 @@ def settle_disk_rate(
     disk = saved_disk_rates(config, local_ranks=local_ranks).disk(len(paths), local_ranks)
     if collectives is not None:
         row = torch.tensor([0 if disk.assumed else disk.nbytes], dtype=torch.int64, device="cpu")
-        measured = int(collectives.table(row, "compare rates").min())
+        measured = int(collectives.run_tables.table(row, "compare rates").min())
         disk = disk._replace(nbytes=measured) if measured else Rates().disk(len(paths), local_ranks)
     return replace(load, disk=disk)

@@ -125,7 +125,7 @@ def _name_run(configured_name: str | None, collectives: Collectives | None) -> t
     run_id = f"{plain_name(name)[:48]}-{secrets.token_hex(4)}"
     if collectives is not None:
         row = torch.frombuffer(bytearray(run_id.encode().ljust(64)), dtype=torch.uint8)
-        run_id = bytes(collectives.table(row, "name the run")[0].tolist()).decode().rstrip()
+        run_id = bytes(collectives.run_tables.table(row, "name the run")[0].tolist()).decode().rstrip()
     return configured_name or run_id.rpartition("-")[0], run_id
 
 

@@ -30,14 +30,16 @@ def settle_step(
     if config.tiering.step is not StepPolicy.AUTO:
         return plan
     seconds, steps = None, choices(plan, clips=bool(config.gradient_clipping))
-    # All ranks have the same plan, and so the same choices.
+    # All ranks of a partition have the same plan, and so the same choices.
     if len(steps) > 1:
         rates = saved_rates(plan.workload, device, local_ranks=local_ranks)
         rates = rates.updated(saved_disk_rates(config, local_ranks=local_ranks))
         seconds = seconds_by_step(plan, steps, rates, local_ranks=local_ranks)
     if len(steps) > 1 and collectives is not None:
         row = [math.inf if seconds is None else seconds[step] for step in steps]
-        table = collectives.table(torch.tensor(row, dtype=torch.float64, device="cpu"), "compare rates")
+        table = collectives.tables.table(
+            torch.tensor(row, dtype=torch.float64, device="cpu"), "compare rates"
+        )
         # Those of the slowest rank; none if a rank has no rates.
         slowest = table.amax(0).tolist()
         seconds = dict(zip(steps, slowest, strict=True)) if math.isfinite(max(slowest)) else None

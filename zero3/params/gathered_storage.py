@@ -43,7 +43,7 @@ class ShardGathers:
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, collectives: Collectives, name: str) -> None:
         world = collectives.world
         whole = range(layout.trainable_numel), range(layout.trainable_numel, layout.numel)
-        local = shard_ranges(layout, world.size, world.rank)
+        local = shard_ranges(layout, world.partition_size, world.partition_rank)
         # (elements of all ranks, elements of this rank) of each gather.
         self._parts = [(everything, own) for everything, own in zip(whole, local, strict=True) if own]
         self.ranges = [own for _, own in self._parts]

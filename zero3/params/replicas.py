@@ -54,7 +54,7 @@ class Replicas:
         assert home is not None
         # In place: a rank sends its part of the tensor into which it receives the others.
         whole = home.view(group.dtype)[: group.layout.trainable_numel]
-        local = shard_ranges(group.layout, world.size, world.rank)[0]
+        local = shard_ranges(group.layout, world.partition_size, world.partition_rank)[0]
         label = f"gather the updated {group.name!r}"
         # Foreseen: every rank gathers all of these groups, in this order, in each step.
         self._collectives.announce(label, foreseen=True)

@@ -55,7 +55,8 @@ from zero3.passes.gradient_sums import sum_parts
 from zero3.passes.gradients import GradientStore, pop_gradient
 from zero3.passes.reduction_order import ReductionOrder
 from zero3.ranks.collectives import Collectives
-from zero3.ranks.process_groups import Pending, Table
+from zero3.ranks.process_groups import Pending
+from zero3.ranks.tables import Table
 
 
 @dataclass
@@ -134,7 +135,8 @@ class GradientReducer:
         self._cut_off = False  # an exception ended a backward whose reductions other ranks may wait for
         pieces = 1 + max((p.index for group in groups for p in group.layout.pieces), default=0)
         self._ends = EndTable(len(groups), len(order), pieces)
-        collectives.row_nbytes = max(collectives.row_nbytes, self._ends.row_nbytes)
+        tables = collectives.tables
+        tables.row_nbytes = max(tables.row_nbytes, self._ends.row_nbytes)
         self._arrived: set[int] = set()  # pieces with a gradient on this rank since the last agreement
 
     takes_parts = False
@@ -155,7 +157,7 @@ class GradientReducer:
         self._first_begun = True
         # Of a backward that an exception ended: its row may still be in flight.
         self._finish_opening()
-        self._opening = self._collectives.begin_table(self._order.chain_of(used), "begin a backward")
+        self._opening = self._collectives.tables.begin_table(self._order.chain_of(used), "begin a backward")
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Add ``param.grad`` to this rank's gradient of ``piece`` and clear it on ``param``."""
@@ -365,7 +367,7 @@ class GradientReducer:
                 # The buffer then holds the mean of the ranks, to which further gradients are added.
                 trained = {piece.index for piece in group.layout.pieces if piece.trainable}
                 self._buffers[group] = _Collected(collected.values, None, trained)
-        ranks, numel = self._collectives.world.size, group.layout.trainable_numel
+        ranks, numel = self._collectives.world.partition_size, group.layout.trainable_numel
         at_once = exchanged_at_once(numel, self._bucket, ranks) // ranks
         starts = range(0, numel // ranks, max(1, at_once))
         for start in starts:
@@ -376,7 +378,7 @@ class GradientReducer:
         self, group: ParamGroup, collected: _Collected | None, elements: range, *, last: bool
     ) -> None:
         """Begin to send ``elements`` of each rank's shard of the group."""
-        ranks, dtype = self._collectives.world.size, self._dtype_of(group)
+        ranks, dtype = self._collectives.world.partition_size, self._dtype_of(group)
         numel = ranks * len(elements)
         is_whole = numel == group.layout.trainable_numel
         copies = collected is None or collected.values.dtype != dtype or not is_whole
@@ -427,18 +429,25 @@ class GradientReducer:
         self._collectives.finish(reduction.pending, "reduce")
         if self._replicated:
             self._store.forget_squares(group)
-            whole, shard = self._local[group], shard_ranges(group.layout, world.size, world.rank)[0]
+            whole, shard = (
+                self._local[group],
+                shard_ranges(group.layout, world.partition_size, world.partition_rank)[0],
+            )
             local_shard = whole[shard.start : shard.stop]
             target = local_shard[reduction.elements.start : reduction.elements.stop]
             on_device = not self._tiers.device_is_host
-            sum_parts(reduction.parts, 1.0 / world.size, target, overwrite=True, on_device=on_device)
+            sum_parts(
+                reduction.parts, 1.0 / world.partition_size, target, overwrite=True, on_device=on_device
+            )
             if reduction.last:
                 label = f"gather the gradients of {group.name!r}"
                 # Foreseen: all ranks finish reductions in the order in which they began them.
                 self._collectives.announce(label, foreseen=True)
                 self._gathering.append(self._collectives.gather(whole, local_shard, label))
         else:
-            self._store.add_reduced(group, reduction.parts, 1.0 / world.size, reduction.elements.start)
+            self._store.add_reduced(
+                group, reduction.parts, 1.0 / world.partition_size, reduction.elements.start
+            )
             if reduction.last:
                 self._store.final(group)
             # On a device the sum is copied to the host, and the store writes it when the copy has ended.
@@ -453,7 +462,7 @@ class GradientReducer:
         table, self._opening = self._opening, None
         if table is None:
             return
-        self._order.follow(self._collectives.finish_table(table).tolist())
+        self._order.follow(self._collectives.tables.finish_table(table).tolist())
 
     def _reduce_late(self, *, backward_ended: bool) -> list[int] | None:
         """Reduce the late gradients of any rank. All ranks call this, with backward ended or without room.
@@ -471,7 +480,7 @@ class GradientReducer:
             late=[group.index for group in self._late],
             received=self._arrived,
         )
-        ends = self._ends.read(self._collectives.table(row, "end a backward"))
+        ends = self._ends.read(self._collectives.tables.table(row, "end a backward"))
         if ends.late:
             # A reduction in the group's turn may still read the buffer from which the late gradients are sent.
             self._finish_all()

@@ -28,7 +28,9 @@ def together(collectives: Collectives | None, label: str, work: Callable[[], T])
         if error is not None:
             raise error
         return [value]  # type: ignore[list-item] # without an error it has a value
-    results = collectives.gather_objects((value, None if error is None else _message_of(error)), label)
+    results = collectives.run_tables.gather_objects(
+        (value, None if error is None else _message_of(error)), label
+    )
     if error is not None:
         raise error
     for rank, (_, message) in enumerate(results):
@@ -59,7 +61,7 @@ class Leading:
         message = None
         if self._collectives is not None:
             own_message = None if self._error is None else _message_of(self._error)
-            message = self._collectives.gather_objects(own_message, self._label)[0]
+            message = self._collectives.run_tables.gather_objects(own_message, self._label)[0]
         if self._error is not None:
             raise self._error
         if message is not None:

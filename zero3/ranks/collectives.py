@@ -38,16 +38,13 @@ Note [A reduction is an exchange and a sum]
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
-import pickle
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -58,38 +55,43 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from tiering.config.training import DistributedConfig
-from tiering.errors import ConfigError, DistributedError, RankOrderError
+from tiering.errors import DistributedError
 from zero3.device.streams import Event, Stream, Streams
 from zero3.device.timeline import StallClock
 from zero3.ranks.heartbeat import Limits
 from zero3.ranks.joining import GRACE, World
+from zero3.ranks.mesh import Partition
 from zero3.ranks.peers import Peers
 from zero3.ranks.process_groups import (
+    Kind,
     Pending,
     ProcessGroups,
-    Table,
     all_gather,
     as_bytes,
     assert_begun,
     check_apart,
     scatter_shards,
 )
+from zero3.ranks.tables import Tables
+from zero3.ranks.watch import Watch
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LARGE = 256 << 10  # bytes of a shard from which on one operation for each rank is faster
-TITLE = 64  # bytes of a row that hold its label
 EXPLAINING = 10  # steps during which an exception that the program caught is shown in later errors
 CLOSE_TIMEOUT = 10.0  # seconds in which other ranks may finish transfers that use this rank's memory
 _engines = itertools.count()  # engines of this process; all ranks create equally many
 
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}  # of parameters and gradients
+KINDS: tuple[Kind, ...] = ("gather", "reduction", "control")  # of which each partition has a process group
 
 
 class Collectives:
     """The collectives of one engine on ``device``. All ranks must call every method, in the same order.
+
+    Gathers, reductions and ``tables`` are of the ranks of this one's partition, ``run_tables`` of all ranks.
 
     ``streams`` are the device's, None if it is the CPU. ``sent`` counts the bytes that this rank has sent, by kind,
     ``calls`` the operations. All methods raise the error of a failure that has ended the run, on any rank.
@@ -109,11 +111,9 @@ class Collectives:
         self.spared = 0  # bytes that were not sent, because a group was still gathered
         self._stalls = stalls
         self._streams = streams
-        self._failure: DistributedError | None = None
         self._forward_error: BaseException | None = None  # raised by the last forward
         self._remark = ""  # about an exception of a forward that the program caught, for later errors
         self._steps_since = 0
-        self.row_nbytes = 256  # bytes of a row of a table, without its label; equal on all ranks
         self._groups = ProcessGroups(streams)
         name = f"engine {next(_engines)}"
         self.peers = Peers(
@@ -124,7 +124,16 @@ class Collectives:
             engine=name,
             device=None if self._streams is None else self._groups,
             place=str(world.place),
+            members={
+                partition.named(kind): partition.ranks
+                for partition in world.place.partitions
+                for kind in KINDS
+            },
         )
+        self._watch = Watch(self.peers)
+        self._partition = world.partition
+        self.tables = self._tables(self._partition, "control")
+        self.run_tables = self._tables(world.all_ranks, "run") if self._partition.name else self.tables
         # An engine that is freed without close() must stop giving signs of life. At exit, peers end by themselves.
         self._disconnect = weakref.finalize(self, _disconnect, self.peers, self._groups)
         self._disconnect.atexit = False
@@ -142,32 +151,54 @@ class Collectives:
         if device.type == "cuda":  # see Note [Collectives on a device]
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         transport = TRANSPORTS[device.type]
-        # In one order on all ranks: torch matches process groups of one membership by the order in which they are made.
-        self._groups.add("gather", self._new_group(timeout, transport))
-        self._groups.add("reduction", self._new_group(timeout, transport))
-        self._groups.add("control", self._new_group(timeout, "gloo"))
+        # All ranks make all groups, also those of other ranks, in one order: torch names groups by their number.
+        if self.run_tables is not self.tables:
+            self._groups.add("run", self._new_group(timeout, "gloo", self.world.all_ranks))
+        for kind in KINDS:
+            backend = "gloo" if kind == "control" else transport
+            for partition in self.world.place.partitions or [self._partition]:
+                group = self._new_group(timeout, backend, partition)
+                if partition == self._partition:
+                    self._groups.add(kind, group)
         self.peers.agree("initialize")
         if device.type == "cuda":
             gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
             # Before NCCL connects, which hangs or fails without naming the ranks.
-            check_apart(self.gather_objects(gpu, "compare the GPUs of ranks"))
+            check_apart(self.run_tables.gather_objects(gpu, "compare the GPUs of ranks"))
         if self._streams is not None:
             self._connect_devices(device)
 
-    def _new_group(self, timeout: timedelta, backend: str) -> dist.ProcessGroup:
-        make: Callable[[], dist.ProcessGroup] = partial(dist.new_group, timeout=timeout, backend=backend)
+    def _new_group(self, timeout: timedelta, backend: str, partition: Partition) -> dist.ProcessGroup:
+        make: Callable[[], dist.ProcessGroup] = partial(
+            dist.new_group,
+            list(partition.ranks) if partition.name else None,  # None: all ranks
+            timeout=timeout,
+            backend=backend,
+        )
         if backend != "gloo":
             return make()  # NCCL connects later
         # gloo waits here for every rank, up to the time-out of the group.
-        with self._failing():
+        with self._watch.failing():
             return self.peers.follow_call(make, "new_group")
+
+    def _tables(self, partition: Partition, kind: Kind) -> Tables:
+        # Without a reference to this object, which would keep it alive.
+        return Tables(
+            partition,
+            self.world.rank,
+            partition.named("control"),
+            partial(self._groups.of, kind),
+            self._watch,
+            self._stalls,
+            partial(_count, self.sent, self.calls),
+        )
 
     def announce(self, label: str, *, foreseen: bool) -> None:
         """The next gather is ``label``. If not all ranks have ``foreseen`` it, waits until they agree on it."""
         if foreseen:
             self.check()
             # Before the gather begins: the beats of this rank tell which gather it has reached.
-            self.peers.issue(label, group="gather")
+            self.peers.issue(label, group=self._partition.named("gather"))
         else:
             self.agree(label)
 
@@ -179,7 +210,7 @@ class Collectives:
         ``shard`` may be this rank's part of ``whole``. The gather was announced as ``label``. A device begins it after
         the events ``after``; without them, after all work on the current stream. ``end_event`` is behind it.
         """
-        self._count("all-gather", shard.nbytes * (self.world.size - 1))
+        self._count("all-gather", shard.nbytes * (self._partition.size - 1))
         pending = Pending([], label, "gather")
         if self._streams is not None:
             collective = partial(all_gather, whole, shard, self._groups.of("gather"), async_op=False)
@@ -195,7 +226,7 @@ class Collectives:
 
     def spare(self, shard_nbytes: int) -> None:
         """A group was used again before its bytes were freed: nothing is sent."""
-        self.spared += shard_nbytes * (self.world.size - 1)
+        self.spared += shard_nbytes * (self._partition.size - 1)
 
     def exchange(self, received: Tensor, sent: Tensor, label: str) -> Pending:
         """Begin to send each rank its part of the flat ``sent``. ``received`` gets this rank's part from each rank.
@@ -206,8 +237,8 @@ class Collectives:
         # The program has gone on after a forward that raised, so that ``close`` does not report its exception as the
         # end.
         self._forward_error = None
-        self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
-        self.peers.issue(label, group="reduction")
+        self._count("reduce", sent.nbytes // self._partition.size * (self._partition.size - 1))
+        self.peers.issue(label, group=self._partition.named("reduction"))
         pending = Pending([], label, "reduction")
         exchange = partial(dist.all_to_all_single, received, sent, group=self._groups.of("reduction"))
         if self._streams is not None:
@@ -228,85 +259,29 @@ class Collectives:
             return
         with self._stalls.waiting_for(cause):
             while pending.works:
-                self._wait(pending.works[0], pending.label, pending.group)
+                self._watch.wait(pending.works[0], pending.label, self._partition.named(pending.group))
                 # Not before the wait: a collective that failed may still write to its buffers.
                 del pending.works[0]
 
-    def table(self, row: Tensor, label: str) -> Tensor:
-        """Gather a row from each rank: ``row`` is a flat CPU tensor, of one length and dtype on all ranks.
-
-        Rows carry their label, and all have one size: gloo ends a process that receives more bytes than it expects.
-        Raises RankOrderError, on every rank, if ranks have come to different tables.
-        """
-        return self.finish_table(self.begin_table(row, label))
-
-    def begin_table(self, values: Tensor, label: str) -> Table:
-        """Send this rank's row, without waiting. ``finish_table`` returns the rows of all ranks."""
-        payload = as_bytes(values)
-        row = torch.zeros(TITLE + self.row_nbytes, dtype=torch.uint8, device="cpu")
-        title = label.encode()[:TITLE]
-        row[: len(title)] = torch.frombuffer(bytearray(title), dtype=torch.uint8)
-        row[TITLE : TITLE + payload.numel()] = payload
-        rows = torch.empty(self.world.size, row.numel(), dtype=torch.uint8, device="cpu")
-        return Table(row, rows, payload.numel(), values.dtype, label, self._begin_rows(rows, row, label))
-
-    def finish_table(self, table: Table) -> Tensor:
-        """Wait for a table that was begun. See ``table``."""
-        self._finish_rows(table.work, table.label)
-        titles = [bytes(each[:TITLE].tolist()).rstrip(b"\0").decode() for each in table.rows]
-        if len(set(titles)) > 1:
-            labels = ", ".join(f"rank {rank} in {title!r}" for rank, title in enumerate(titles))
-            self._failure = RankOrderError(
-                f"ranks are at different points of the program: {labels}. Call forward, backward and step equally often"
-                f" on all ranks.{self.peers.remarks()}"
-            )
-            raise self._failure
-        return table.rows[:, TITLE : TITLE + table.nbytes].contiguous().view(table.dtype)
-
-    def broadcast(self, values: Tensor, source: int, label: str) -> None:
-        """Copy the flat ``values`` of rank ``source``, in host memory, to those of all ranks."""
-        if not values.numel():
-            return
-        receivers = self.world.size - 1
-        self._count("broadcast", values.nbytes if self.world.rank == source and receivers else 0)
-        self.peers.issue(label, group="control")
-        work = dist.broadcast(as_bytes(values), source, group=self._groups.of("control"), async_op=True)
-        self._wait(work, label, "control")
-
     def gather_on_node(self, value: T) -> list[T]:
         """The ``value`` of each rank of this node, in the order of local ranks. It must be picklable."""
-        hosts = self.gather_objects(
+        hosts = self.run_tables.gather_objects(
             (socket.gethostname(), self.world.local_rank, value), "find the ranks of this node"
         )
         own_host = hosts[self.world.rank][0]
         local = sorted((local_rank, entry) for host, local_rank, entry in hosts if host == own_host)
         return [entry for _, entry in local[: self.world.local_size]]
 
-    def gather_objects(self, value: T, label: str) -> list[T]:
-        """The ``value`` of each rank at ``label``, in the order of ranks. It must be picklable."""
-        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        # A table of lengths first: the rows below must have one size on all ranks.
-        lengths = [int(row[0]) for row in self.table(torch.tensor([pickled.numel()], device="cpu"), label)]
-        row = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        row[: pickled.numel()] = pickled
-        rows = torch.empty(self.world.size, row.numel(), dtype=torch.uint8, device="cpu")
-        self._gather_rows(rows, row, label)
-        contents = [part[:length].numpy().tobytes() for part, length in zip(rows, lengths, strict=True)]
-        return [pickle.loads(content) for content in contents]  # noqa: S301 # from ranks of this run
-
     def agree(self, label: str) -> None:
         """Wait until all ranks are about to do ``label``. RankOrderError, on every rank, if one is not."""
         # A failure that is known is raised at once, and not at the end of a wait.
         self.check()
-        with self._stalls.waiting_for("agreement"), self._failing():
-            self.peers.agree(label, group="gather")
+        with self._stalls.waiting_for("agreement"), self._watch.failing():
+            self.peers.agree(label, group=self._partition.named("gather"))
 
     def check(self) -> None:
         """DistributedError if a failure of this rank or of another one has ended this engine."""
-        if self._failure is not None:
-            raise self._failure
-        with self._failing():
-            self.peers.check()
+        self._watch.check()
 
     def report_failure(self, phase: str, error: BaseException) -> None:
         """``error`` ended ``phase`` on this rank: inform the other ranks.
@@ -327,28 +302,6 @@ class Collectives:
             self._remark = self._remark if self._steps_since < EXPLAINING else ""
             self.peers.remark(self._remark and f"{self._remark} ({self._steps_since} steps before)")
 
-    def check_same(self, kind: str, described: Iterable[str]) -> None:
-        """ConfigError, on every rank, if the lines ``described``, which describe ``kind``, differ between ranks."""
-        lines = list(described)
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()
-        rows = self.table(torch.frombuffer(bytearray(digest), dtype=torch.uint8), f"compare the {kind}")
-        if all(torch.equal(row, rows[0]) for row in rows):
-            return
-        # All ranks have the same rows, so all of them come here, or none does.
-        lines_of_ranks = self.gather_objects(lines, f"exchange the {kind}")
-        for rank, lines_of_rank in enumerate(lines_of_ranks):
-            if lines_of_rank == lines_of_ranks[0]:
-                continue
-            pairs = zip(
-                (*lines_of_ranks[0], "no further entry"), (*lines_of_rank, "no further entry"), strict=False
-            )
-            expected, actual = next((a, b) for a, b in pairs if a != b)
-            raise ConfigError(
-                f"the {kind} of rank {rank} differs from that of rank 0: {actual} on rank {rank}, {expected} on rank"
-                " 0. All ranks must build the same model and read the same configuration and files; only data may"
-                " differ"
-            )
-
     def settle(self) -> None:
         """Wait for the streams of gathers and reductions, before memory that they use is freed.
 
@@ -357,7 +310,7 @@ class Collectives:
         """
         if self._streams is None or not self._disconnect.alive:
             return
-        if self.peers.broken or self._failure is not None:
+        if self.peers.broken or self._watch.failure is not None:
             self._groups.sever()
         try:
             self._streams.gather.synchronize()
@@ -376,41 +329,16 @@ class Collectives:
         # Before the groups end: collectives of this rank may still be running.
         self.settle()
         if self._disconnect.alive:
-            if self._failure is not None:
+            if self._watch.failure is not None:
                 self._groups.sever()
             elif self._streams is not None and not self.peers.meet("close", CLOSE_TIMEOUT):
                 log.info("not all ranks have closed their engines within %.0f s of this one", CLOSE_TIMEOUT)
         self._disconnect()
 
-    def _gather_rows(self, rows: Tensor, row: Tensor, label: str) -> None:
-        """Fill ``rows`` with the ``row`` of each rank, all of one size."""
-        self._finish_rows(self._begin_rows(rows, row, label), label)
-
-    def _begin_rows(self, rows: Tensor, row: Tensor, label: str) -> dist.Work:
-        self._count("control", row.numel() * (self.world.size - 1))
-        self.peers.issue(label, group="control")
-        return assert_begun(all_gather(rows.view(-1), row, self._groups.of("control")))
-
-    def _finish_rows(self, work: dist.Work, label: str) -> None:
-        with self._stalls.waiting_for("agreement"):
-            self._wait(work, label, "control")
-
     @property
     def failure(self) -> BaseException | str | None:
         """The error that ended this engine, if it was raised on this rank."""
-        return self._failure or self.peers.failed_by
-
-    def _wait(self, work: dist.Work, label: str, group: str) -> None:
-        with self._failing():
-            self.peers.wait(work, label, group=group)
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except DistributedError as error:
-            self._failure = error
-            raise
+        return self._watch.failure or self.peers.failed_by
 
     def _queue(
         self,
@@ -431,8 +359,10 @@ class Collectives:
             with stream.running():
                 collective()
         except dist.DistError as error:  # a communicator that was aborted in between, or could not be made
-            with self._failing():
-                raise self.peers.cause_of(str(error), pending.label, group=pending.group) from error
+            with self._watch.failing():
+                raise self.peers.cause_of(
+                    str(error), pending.label, group=self._partition.named(pending.group)
+                ) from error
         pending.end_event = stream.record(timed=True)
         # Before the CPU can wait for the device: the thread that watches names what the device waits for.
         self._groups.queued(pending)
@@ -469,7 +399,7 @@ class Collectives:
         NCCL makes its connections and allocates its memory now, while all ranks are here, and before the free memory of
         the device is measured. Some machines allow peer access between GPUs but deliver wrong bytes.
         """
-        size, rank = self.world.size, self.world.rank
+        rank, size = self.world.partition_rank, self.world.partition_size
         own_rank = torch.full((1,), rank, dtype=torch.int32, device=device)
         sent = torch.arange(size, dtype=torch.int32, device=device) + rank * size
         whole, received = torch.empty_like(sent), torch.empty_like(sent)
@@ -485,14 +415,18 @@ class Collectives:
             self.finish(collective, "agreement")
         if whole.tolist() != list(range(size)) or received.tolist() != [n * size + rank for n in range(size)]:
             raise DistributedError(
-                f"the GPU of rank {rank} received wrong bytes from the GPUs of other ranks: {whole.tolist()} and"
-                f" {received.tolist()}. Peer access between GPUs is broken (PCI access control, or an IOMMU): try"
+                f"the GPU of rank {self.world.rank} received wrong bytes from the GPUs of other ranks: {whole.tolist()}"
+                f" and {received.tolist()}. Peer access between GPUs is broken (PCI access control, or an IOMMU): try"
                 " NCCL_P2P_DISABLE=1"
             )
 
     def _count(self, kind: str, nbytes: int) -> None:
-        self.calls[kind] += 1
-        self.sent[kind] += nbytes
+        _count(self.sent, self.calls, kind, nbytes)
+
+
+def _count(sent: Counter[str], calls: Counter[str], kind: str, nbytes: int) -> None:
+    calls[kind] += 1
+    sent[kind] += nbytes
 
 
 def _disconnect(peers: Peers, groups: ProcessGroups) -> None:

@@ -7,16 +7,19 @@ holds for collectives of several engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from zero3.ranks.store import Beat
 
 
-def find(rank: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
+def find(
+    rank: int, beats: Mapping[int, Beat], members: Mapping[str, Collection[int]] = MappingProxyType({})
+) -> dict[int, Beat]:
     """The ring of ranks that ``rank`` waits for; empty if there is none.
 
     In a ring, each rank waits for a collective that the next rank has not reached. ``beats``: the last known beats of
-    all ranks that run, ``rank`` included.
+    all ranks that run, ``rank`` included. ``members``: the ranks by group, of groups that not all ranks belong to.
     """
     path: list[int] = []
     at: int | None = rank
@@ -27,7 +30,9 @@ def find(rank: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
             return {}
         group, number, _ = waits
         blocking = (
-            candidate for candidate, beat in beats.items() if beat.waiting and beat.reached(group) < number
+            candidate
+            for candidate, beat in beats.items()
+            if beat.waiting and candidate in members.get(group, beats) and beat.reached(group) < number
         )
         at = next(blocking, None)
     return {} if at is None else {member: beats[member] for member in path[path.index(at) :]}

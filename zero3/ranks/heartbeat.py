@@ -17,8 +17,9 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from zero3.ranks import deadlock
@@ -39,6 +40,8 @@ SIGNS = 5  # missed beats after which a rank is named as the cause of a failed c
 AT_ONCE = 64  # ranks whose beats are read at the full rate; with more ranks the rate is lower
 # Seconds between two reads of the number of confirmations: at first, and at most after doubling.
 POLL = (2e-4, 2e-2)
+# By group, with the name of its engine: also of engines that this rank has closed and another one still waits in.
+_memberships: dict[str, Collection[int]] = {}
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Heartbeat:
 
     ``strict``: judge the other ranks also while this rank waits for no collective that it knows of. ``elsewhere``
     returns the positions of this rank with other engines, by their names. ``place`` is that of this rank in a mesh.
+    ``members`` are the ranks by group of collectives, of groups that not all ranks belong to; ``engine`` is the name of
+    the engine.
     """
 
     def __init__(
@@ -71,9 +76,11 @@ class Heartbeat:
         strict: bool,
         elsewhere: Callable[[], Mapping[str, Position]] = dict,
         place: str = "",
+        members: Mapping[str, Collection[int]] = MappingProxyType({}),
+        engine: str = "",
     ) -> None:
         self.store = store
-        self.position = Position()
+        self.position = Position(members)
         self._elsewhere = elsewhere
         self.process = Process.this(place)
         # The thread writes these three; other threads only read them.
@@ -92,7 +99,10 @@ class Heartbeat:
         # The fields below belong to the thread, which uses them without a lock.
         self._rank = rank
         self._successor = (rank + 1) % world_size
-        self._world_size = world_size
+        if engine:
+            _memberships.update(self.position.members(engine))
+        self._all_ranks = range(world_size)
+        self._members_here = members
         self._limits = limits
         self._strict = strict
         self._count = 0
@@ -182,6 +192,14 @@ class Heartbeat:
             next((other.waits_of(name) for name, other in elsewhere.items() if other.waits), None),
             {group: last for name, other in elsewhere.items() for group, last in other.last(name).items()},
         )
+
+    def ranks_of(self, group: str) -> Collection[int]:
+        """The ranks that take part in the collectives of ``group``."""
+        return self._members_here.get(group, self._all_ranks)
+
+    def _members(self) -> dict[str, Collection[int]]:
+        """The ranks by group, of groups that not all ranks belong to, also of other engines."""
+        return {**_memberships, **self.position.members()}
 
     def server_state(self) -> str:
         """The state of the process that serves the store, as text; empty if it cannot be observed from here."""
@@ -303,7 +321,7 @@ class Heartbeat:
                 self._compare(group, number, *self.store.propose(group, number, self._rank, question.label))
         elif self._poll >= self._longest_poll:
             self._take_over()
-        if self.failure is None and self.store.confirmations(group, number) == self._world_size:
+        if self.failure is None and self.store.confirmations(group, number) == len(self.ranks_of(group)):
             with self.changed:
                 self._proposal = None
                 self.changed.notify_all()
@@ -336,7 +354,7 @@ class Heartbeat:
         answers = self._answers[group]
         answers.add(number)
         # The last rank that confirms deletes earlier proposals: the rank that waited for them has continued.
-        if self.store.confirm(group, number) == self._world_size:
+        if self.store.confirm(group, number) == len(self.ranks_of(group)):
             for earlier in [confirmed for confirmed in answers.deletable if confirmed < number]:
                 self.store.delete_proposal(group, earlier)
                 answers.deletable.remove(earlier)
@@ -394,13 +412,14 @@ class Heartbeat:
                 if own_label is not None and own_label != label:
                     return self._publish(self._order_failure(group, number, rank, label, own_label))
         for group, number, label in self._depends_on():
+            members = self.ranks_of(group)
             for rank, peer in self.observed:
-                if peer.beat.state == "closed" and peer.beat.reached(group) < number:
+                if peer.beat.state == "closed" and rank in members and peer.beat.reached(group) < number:
                     return self._publish(self._closed_failure(rank, group, number, label))
         running = {rank: peer.beat for rank, peer in self.observed.running.items()}
         before, self._deadlock = (
             self._deadlock,
-            deadlock.find(self._rank, running | {self._rank: self.beat()}),
+            deadlock.find(self._rank, running | {self._rank: self.beat()}, self._members()),
         )
         if deadlock.is_deadlock(before, self._deadlock):
             ranks = sorted(self._deadlock)

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from tiering.errors import ConfigError, DistributedError, RankLostError
 from tiering.storage import descriptors
 from zero3.ranks import futures
-from zero3.ranks.mesh import MeshPlace
+from zero3.ranks.mesh import MeshPlace, Partition
 from zero3.ranks.store import spell
 
 PATIENCE = 5.0  # seconds beyond a time-out of torch that should have ended a call
@@ -37,13 +37,30 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True)
 class World:
-    """The number of this rank among all ranks, and among the ranks of its node, and its place in a mesh."""
+    """The number of this rank among all ranks, and among the ranks of its node, and its place in a mesh.
+
+    Its state is divided among the ranks of ``partition``, of which it is number ``partition_rank``: all ranks, or those
+    that hold the same part of the model.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     place: MeshPlace = field(default_factory=MeshPlace)
+    all_ranks: Partition = field(init=False)
+    partition: Partition = field(init=False)
+    partition_rank: int = field(init=False)
+    partition_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        everybody = Partition(tuple(range(self.size)))
+        own = (each for each in self.place.partitions if self.rank in each.ranks)
+        partition = next(own) if self.place.partitions else everybody
+        for name, value in (("all_ranks", everybody), ("partition", partition)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "partition_rank", partition.number_of(self.rank))
+        object.__setattr__(self, "partition_size", partition.size)
 
 
 ALONE = World()

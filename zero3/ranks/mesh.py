@@ -1,7 +1,7 @@
 """The place of this rank in a mesh: which ranks get other data, and which share the sequences of one batch.
 
-All ranks of a mesh are ranks of the engine, which divides state among all of them and averages gradients over all of
-them, whatever the dimensions are. The dimensions determine the data: batch sizes and loaders count the data ranks.
+All ranks of a mesh are ranks of the engine. It divides state, and averages gradients, among those that hold the same
+part of the model: today all of them. The dimensions determine the data: batch sizes and loaders count the data ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,34 @@ OF_DEEPSPEED = ("data_parallel", "sequence_parallel")
 
 
 @dataclass(frozen=True)
+class Partition:
+    """Ranks that divide state among them, by their numbers in the run, in ascending order.
+
+    ``name`` tells them from the ranks of other partitions, such as "tensor 0"; empty if these are all ranks.
+    """
+
+    ranks: tuple[int, ...]
+    name: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def number_of(self, rank: int) -> int:
+        """The number of ``rank`` of the run among these ranks, counted from 0."""
+        return self.ranks.index(rank)
+
+    def named(self, kind: str) -> str:
+        """The name of a process group of these ranks, unique in an engine."""
+        return f"{self.name} {kind}".lstrip()
+
+
+@dataclass(frozen=True)
 class MeshPlace:
     """``data_rank`` of ``data_size``: which part of the data this rank gets. ``coordinate`` has a place by dimension.
 
-    Ranks of equal ``data_rank`` share the sequences of a batch: ``sequence_rank`` of ``sequence_size``.
+    Ranks of equal ``data_rank`` share the sequences of a batch: ``sequence_rank`` of ``sequence_size``. Ranks that hold
+    the same part of the model divide its state: ``partitions`` are all of them, or empty if each rank has all of it.
     """
 
     data_rank: int = 0
@@ -34,6 +58,7 @@ class MeshPlace:
     sequence_rank: int = 0
     sequence_size: int = 1
     coordinate: Mapping[str, int] = field(default_factory=dict)
+    partitions: tuple[Partition, ...] = ()
 
     @property
     def shape(self) -> str:

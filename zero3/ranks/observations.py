@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from zero3.ranks.store import Beat, Process, spell
@@ -145,12 +145,11 @@ class Observations:
         closed = [(rank, peer.beat.activity) for rank, peer in self if peer.beat.state == "closed"]
         return min(closed, default=None)
 
-    def ranks_behind(self, group: str, number: int) -> list[int]:
-        """Ranks that have not reached collective ``number`` of ``group``, according to their beats."""
+    def ranks_behind(self, group: str, number: int, members: Collection[int]) -> list[int]:
+        """Those of ``members`` that have not reached collective ``number`` of ``group``, according to their beats."""
         peers = dict(self._observed)
-        return [
-            rank for rank in self.other_ranks if rank not in peers or peers[rank].beat.reached(group) < number
-        ]
+        others = (rank for rank in self.other_ranks if rank in members)
+        return [rank for rank in others if rank not in peers or peers[rank].beat.reached(group) < number]
 
     def describe(self, rank: int) -> str:
         """The rank in an error: ``rank 1 (host a, pid 7)``, with its place in a mesh before the host."""

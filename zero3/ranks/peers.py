@@ -24,9 +24,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Literal, Protocol, Self, TypeVar
 
 from torch.distributed.distributed_c10d import Store, Work
@@ -94,7 +95,8 @@ class Peers:
 
     ``engine`` is a name that is unique in this process and the same on all ranks. With ``device``, ranks are watched
     also while this rank does not wait, and a collective that the device has not ended counts as a wait of this rank.
-    ``place`` is that of this rank in a mesh, for errors.
+    ``place`` is that of this rank in a mesh, for errors. ``members`` are the ranks by group of collectives, of groups
+    that not all ranks belong to.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Peers:
         engine: str = "",
         device: DeviceCollectives | None = None,
         place: str = "",
+        members: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.rank = rank
         self.engine = engine
@@ -125,6 +128,8 @@ class Peers:
             strict=device is not None,
             elsewhere=partial(_of_other_engines, rank, engine),
             place=place,
+            members=members,
+            engine=engine,
         )
         self._position = self._heartbeat.position
         self._number = next(_sequence)
@@ -474,7 +479,8 @@ class _Delay:
             raise peers._final_error(heartbeat.publish(peers._stalled_failure()), self.waiting)
         waited = time.monotonic() - self._began
         if waited > peers.limits.patience and self._missing is None:
-            behind = heartbeat.observed.ranks_behind(self.group, self.number)
+            members = heartbeat.ranks_of(self.group)
+            behind = heartbeat.observed.ranks_behind(self.group, self.number, members)
             self._missing = spell(behind) if behind else f"{self.label} ({self.group} {self.number})"
             state = (
                 heartbeat.observed.positions(behind)

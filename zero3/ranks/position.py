@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from zero3.ranks.store import MEMORY
 
@@ -11,14 +13,16 @@ from zero3.ranks.store import MEMORY
 class Position:
     """The position of this rank. The thread that trains writes it, and the heartbeat's thread reads it.
 
-    The first four fields are replaced as a whole, so they need no lock.
+    The first four fields are replaced as a whole, so they need no lock. ``members`` are the ranks by group, of groups
+    that not all ranks belong to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: Mapping[str, Collection[int]] = MappingProxyType({})) -> None:
         self.activity = ""
         self.remark = ""  # see Beat
         self.waits: tuple[str, int, str] | None = None  # group, number, label
         self.changes = 0
+        self._members = members
         self._lock = threading.Lock()  # guards the fields below
         self._last: dict[str, int] = {}
         self._labels: defaultdict[str, dict[int, str]] = defaultdict(dict)
@@ -52,6 +56,10 @@ class Position:
             return {
                 _qualified(engine, group): (number, self._labels[group][number]) for group, number in last
             }
+
+    def members(self, engine: str = "") -> dict[str, Collection[int]]:
+        """The ranks by group, as ``last`` names groups, of those that not all ranks belong to."""
+        return {_qualified(engine, group): ranks for group, ranks in self._members.items()}
 
     def waits_of(self, engine: str) -> tuple[str, int, str] | None:
         """``waits``, with ``engine`` before the name of the group."""

@@ -22,21 +22,9 @@ from zero3.device.streams import Event, Streams
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["gather", "reduction", "control"]
+Kind = Literal["gather", "reduction", "control", "run"]
 SEVERING_TAG = 0x7EE5  # a tag that no message has
 SEVERING_TIMEOUT = 60.0  # seconds
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table that was begun. The transport reads ``row`` and writes ``rows`` until ``work`` has ended."""
-
-    row: Tensor
-    rows: Tensor
-    nbytes: int  # of a row, without its label
-    dtype: torch.dtype
-    label: str
-    work: dist.Work
 
 
 def check_apart(gpus: list[tuple[str, str]]) -> None:
@@ -60,7 +48,7 @@ class Pending:
 
     works: list[dist.Work]
     label: str
-    group: str
+    group: Literal["gather", "reduction"]
     end_event: Event | None = None
     buffers: tuple[Tensor, ...] = ()
 
@@ -89,7 +77,7 @@ class ProcessGroups:
 
     @property
     def _transport(self) -> list[dist.ProcessGroup]:
-        return [group for kind, group in self._groups_by_kind.items() if kind != "control"]
+        return [group for kind, group in self._groups_by_kind.items() if kind in self._queued]
 
     def queued(self, pending: Pending) -> None:
         """The device has queued ``pending``. Forgets earlier collectives of its group that have ended."""

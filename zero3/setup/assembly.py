@@ -248,12 +248,17 @@ def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Ran
 
     def cut(largest: int | None) -> tuple[SizedModel, InPlace]:
         sized = size_up(
-            model, config, checked.chosen, on_gpu=on_gpu, world_size=rank.world.size, largest=largest
+            model,
+            config,
+            checked.chosen,
+            on_gpu=on_gpu,
+            world_size=rank.world.partition_size,
+            largest=largest,
         )
         return sized, find_in_place(sized, checked.loaded, config, rank.world, rank.collectives)
 
     budgets = _budgets(config, nvme, rank)
-    first, *finer = sizes_of_cuts(model, config, rank.world.size)
+    first, *finer = sizes_of_cuts(model, config, rank.world.partition_size)
     cuts = Cuts([cut(first)])
     if not fits(cuts.load, budgets):
         cuts = Cuts([*cuts.models, *map(cut, finer)])
@@ -266,9 +271,11 @@ def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Ran
             load, budgets, rank.device, local_ranks=ranks, collectives=rank.collectives
         )
     try:
-        plan = plan_within(load, budgets, config.tiering, nvme.all, lambda: _budgets(config, nvme, rank))
+        plan = plan_within(
+            load, budgets, config.tiering, nvme.all, lambda: _budgets(config, nvme, rank, again=True)
+        )
     except PlacementError as refusal:
-        tiling = tiling_of(model, config, checked.chosen, on_gpu=on_gpu, world_size=rank.world.size)
+        tiling = tiling_of(model, config, checked.chosen, on_gpu=on_gpu, world_size=rank.world.partition_size)
         raise advise_tiles(refusal, load, tiling, budgets) from None
     sized, in_place = cuts.of(plan)
     plan = settle_step(
@@ -276,7 +283,7 @@ def _plan(model: nn.Module, config: TieringConfig, checked: _Checked, rank: _Ran
     )
     if rank.collectives is not None:
         values = ((field.name, getattr(plan.workload, field.name)) for field in fields(plan.workload))
-        rank.collectives.check_same("plan", (f"{name} {value}" for name, value in values))
+        rank.collectives.tables.check_same("plan", (f"{name} {value}" for name, value in values))
     log.log(_logs.once(logging.INFO), "%s", plan)
     if sized.kept_in_fp32:
         log.log(
@@ -299,24 +306,24 @@ def _place(
     wrapped: WrappedParameters,
 ) -> Assembly:
     """Make groups, gradients and optimizer on ``tiers``, and move the model's values there."""
-    collectives, sized, plan = rank.collectives, planned.sized, planned.plan
-    groups = make_groups(sized, tiers, collectives, planned.in_place)
+    sized, plan = planned.sized, planned.plan
+    # A rank that divides its state with no other one has all of it, as one that trains alone.
+    sharing = rank.collectives if rank.world.partition_size > 1 else None
+    groups = make_groups(sized, tiers, sharing, planned.in_place)
     slice_experts(groups, tiers)
     tiles = make_tiles(plan.sub_groups, groups, tiers)
     stay_local = plan.workload.grads_stay_local
     local = make_local_gradients(groups, sized.grad_dtype, tiers) if stay_local else None
     gradients = make_gradient_store(groups, sized.grad_dtype, tiers, local, rank.world)
     layout = StateLayout.of(plan.workload, checked.chosen.moments)
-    fill = Fill(tiers, tiles, layout, checked.chosen.initial_state, collectives)
+    fill = Fill(tiers, tiles, layout, checked.chosen.initial_state, sharing)
     _fill(fill, groups, request, rank, checked, planned)
-    replicas = None if collectives is None else Replicas(groups, collectives)
+    replicas = None if sharing is None else Replicas(groups, sharing)
     optimizer = _make_optimizer(checked.chosen, tiles, layout, gradients, tiers, replicas)
     sink: GradientStore | GradientReducer = gradients
-    if collectives is not None:
+    if sharing is not None:
         stage, bucket = plan.workload.stage, plan.reduction.bucket
-        sink = GradientReducer(
-            groups, gradients, collectives, tiers, sized.reduce_dtype, local, stage, bucket
-        )
+        sink = GradientReducer(groups, gradients, sharing, tiers, sized.reduce_dtype, local, stage, bucket)
     return Assembly(
         world=rank.world,
         device=rank.device,
@@ -328,7 +335,7 @@ def _place(
         gradients=gradients,
         optimizer=optimizer,
         sink=sink,
-        collectives=collectives,
+        collectives=rank.collectives,
         replicas=replicas,
         fill=fill,
         resumes=checked.resumes,
@@ -401,8 +408,8 @@ def _pci_bus_id(device: torch.device) -> str | None:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def _budgets(config: TieringConfig, nvme: NvmePaths, rank: _Rank) -> Budgets:
-    """The budgets of every rank: the smallest on each tier."""
+def _budgets(config: TieringConfig, nvme: NvmePaths, rank: _Rank, *, again: bool = False) -> Budgets:
+    """The budgets of every rank: the smallest on each tier. ``again``: of the ranks of this one's partition only."""
     free, world = None, rank.world
     if rank.device.type == "cuda":
         # Memory that an earlier engine has left in torch's pool is free.
@@ -414,5 +421,7 @@ def _budgets(config: TieringConfig, nvme: NvmePaths, rank: _Rank) -> Budgets:
     if rank.collectives is None:
         return local
     row = torch.tensor([local.device, local.host, local.nvme], dtype=torch.int64, device="cpu")
-    rows = rank.collectives.table(row, "compare budgets").tolist()
+    # Other partitions may have found room at once.
+    tables = rank.collectives.tables if again else rank.collectives.run_tables
+    rows = tables.table(row, "compare budgets").tolist()
     return least_of(Budgets(device, host, nvme_bytes, local.sources) for device, host, nvme_bytes in rows)

@@ -29,7 +29,9 @@ def move_buffers(
             if buffer is not None:
                 if collectives is not None:
                     values = buffer.detach().to("cpu", copy=True).contiguous()
-                    collectives.broadcast(values.view(-1), 0, f"send the first value of buffer {name!r}")
+                    collectives.tables.broadcast(
+                        values.view(-1), 0, f"send the first value of buffer {name!r}"
+                    )
                     buffer.data = values
                 buffer.data = buffer.data.to(device, _dtype_of(module, buffer, device, config, kept_in_fp32))
 

@@ -36,7 +36,9 @@ def make_gradient_store(
         return GradientStore(groups, homes, dtype, tiers)
     homes = [Home(flat.view(torch.uint8), on_device=not tiers.device_is_host) for flat in local]
     # Each rank adds up the squares of its shard, so that the norm has the same bits in every stage.
-    shards = {group: shard_ranges(group.layout, world.size, world.rank)[0] for group in groups}
+    shards = {
+        group: shard_ranges(group.layout, world.partition_size, world.partition_rank)[0] for group in groups
+    }
     return GradientStore(groups, homes, dtype, tiers, measured=shards)
 
 

@@ -38,7 +38,9 @@ def make_groups(
         shard_layout, shard_home = layout, home
         if collectives is not None and load.stage >= 1:
             world = collectives.world
-            shard_layout = shard(layout, world.size, world.rank, trainable_only=not sharded)
+            shard_layout = shard(
+                layout, world.partition_size, world.partition_rank, trainable_only=not sharded
+            )
             if not sharded:
                 shard_home = _shard_of_home(home, layout, dtype, world)
         memory = GroupMemory(home, shard_layout, shard_home, offsets.get(index), index in hidden)
@@ -102,7 +104,7 @@ def _make_home(index: int, sizes: GroupSizes, layout: FlatLayout, tiers: Tiers, 
 def _shard_of_home(home: Home, layout: FlatLayout, dtype: torch.dtype, world: World) -> Home:
     """The range of ``home``, which holds the whole group, that this rank steps."""
     assert home.tensor is not None
-    trainable = shard_ranges(layout, world.size, world.rank)[0]
+    trainable = shard_ranges(layout, world.partition_size, world.partition_rank)[0]
     start, stop = trainable.start * dtype.itemsize, trainable.stop * dtype.itemsize
     return Home(home.tensor[start:stop], on_device=home.on_device)
 

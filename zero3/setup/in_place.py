@@ -121,7 +121,7 @@ def find_in_place(
     reason = "" if wanted is True or not files else _unsuitable(files)
     if collectives is not None:
         row = torch.tensor([bool(reason)], device="cpu")
-        if collectives.table(row, "compare where weights can be read").any() and not reason:
+        if collectives.tables.table(row, "compare where weights can be read").any() and not reason:
             reason = "another rank cannot read them in place"
     if reason:
         log.log(
@@ -131,7 +131,7 @@ def find_in_place(
         )
         return InPlace()
     if collectives is not None:
-        collectives.check_same("files of frozen weights", _lines(sized, ranges, loaded))
+        collectives.tables.check_same("files of frozen weights", _lines(sized, ranges, loaded))
     return InPlace(ranges, needs, versions)
 
 
@@ -149,8 +149,8 @@ def _of_group(
     members, layout, group = sized.members[at], sized.layouts[at], sized.workload.groups[at]
     dtype, sharded = sized.dtype_of(members), sized.workload.shards_params(group)
     of_ranks: list[Ranges] = []
-    for rank in range(world.size) if sharded else (0,):
-        part = shard(layout, world.size, rank) if sharded else layout
+    for rank in range(world.partition_size) if sharded else (0,):
+        part = shard(layout, world.partition_size, rank) if sharded else layout
         stored = stored_ranges(part, members, dtype, sources)
         if stored is None:
             return None
@@ -163,7 +163,7 @@ def _of_group(
         nbytes = sized.workload.home_bytes(group)
         layouts = [ReadLayout.of(each, sizes, nbytes) for each in of_ranks]
         need = InFiles(max(each.nbytes for each in layouts), max(each.room for each in layouts) - nbytes)
-    return of_ranks[world.rank if sharded else 0], need
+    return of_ranks[world.partition_rank if sharded else 0], need
 
 
 def stored_ranges(

@@ -34,10 +34,10 @@ def check_ranks_agree(
             f" {config.zero.stage} shards optimizer state over the ranks; use stage 0, or {RULE_NAMES}"
         )
     # The configuration first: the groups of a model depend on it.
-    collectives.check_same("configuration", _lines_of_config(config))
-    collectives.check_same("mesh", [collectives.world.place.shape])
-    collectives.check_same("model", _lines_of_model(model, chosen))
-    collectives.check_same("weights file", _lines_of_weights(loaded))
+    collectives.run_tables.check_same("configuration", _lines_of_config(config))
+    collectives.run_tables.check_same("mesh", [collectives.world.place.shape])
+    collectives.tables.check_same("model", _lines_of_model(model, chosen))
+    collectives.tables.check_same("weights file", _lines_of_weights(loaded))
 
 
 def _lines_of_config(config: TieringConfig) -> Iterator[str]:

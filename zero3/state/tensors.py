@@ -80,9 +80,10 @@ class TieredState:
         }
 
     def check_room_for_copies(self, nbytes: int, call: str) -> None:
-        """PlacementError, on all ranks, if host memory has no room for ``nbytes`` of copies on a rank."""
+        """PlacementError, on all ranks of the partition, if a rank's host memory has no room for ``nbytes``."""
         device, purpose = torch.device("cpu"), f"read parameters for {call}"
-        lacking = shortage(nbytes, device, self._collectives, self._local_size, purpose)
+        tables = None if self._collectives is None else self._collectives.tables
+        lacking = shortage(nbytes, device, tables, self._local_size, purpose)
         if lacking is not None:
             needed, free = map(format_size, lacking)
             raise PlacementError(
@@ -235,7 +236,7 @@ class TieredState:
             return local_dtype
         dtypes = (None, *COMPUTE_DTYPES.values(), piece.own_dtype)
         row = torch.tensor([dtypes.index(local_dtype)], device="cpu")
-        rows = self._collectives.table(row, f"tell the dtype of {piece.name!r}")
+        rows = self._collectives.tables.table(row, f"tell the dtype of {piece.name!r}")
         return dtypes[int(rows[rank][0])]
 
     def values_of_rank(self, rank: int, piece: Piece, values: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ class TieredState:
         # Before the broadcast: a rank that is elsewhere would take these bytes for those of another one.
         self._collectives.agree(purpose)
         received = values.detach().to("cpu", copy=True).contiguous()
-        self._collectives.broadcast(received, rank, purpose)
+        self._collectives.tables.broadcast(received, rank, purpose)
         return received
 
     def are_alike(self, piece: Piece, values: Tensor, local_values: Tensor) -> bool:
@@ -254,7 +255,7 @@ class TieredState:
         if self._collectives is None:
             return True
         alike = torch.equal(values.view(torch.uint8), local_values.cpu().view(torch.uint8))
-        rows = self._collectives.table(torch.tensor([alike], device="cpu"), f"compare {piece.name!r}")
+        rows = self._collectives.tables.table(torch.tensor([alike], device="cpu"), f"compare {piece.name!r}")
         return bool(rows.all())
 
     def has_gradient(self, piece: Piece) -> bool:
@@ -419,7 +420,7 @@ class TieredState:
         ``values`` has ``each`` entries for an element of the flat tensor, in which ``start`` counts as well.
         """
         assert self._collectives is not None
-        purpose, size = f"read {piece.name!r}", self._collectives.world.size
+        purpose, size = f"read {piece.name!r}", self._collectives.world.partition_size
         # As in ``values_of_rank``.
         self._collectives.agree(purpose)
         begin = piece.start * each + start
@@ -428,7 +429,7 @@ class TieredState:
                 first = max(shard_range.start * each, begin)
                 end = min(shard_range.stop * each, begin + values.numel())
                 if first < end:
-                    self._collectives.broadcast(values[first - begin : end - begin], rank, purpose)
+                    self._collectives.tables.broadcast(values[first - begin : end - begin], rank, purpose)
 
     def _master_range(self, tile: Tile, segment: Segment) -> tuple[int, int]:
         """Offset and length, in bytes, of a segment's masters in the state of ``tile``."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 
 from tiering.placement.budgets import available_memory
-from zero3.ranks.collectives import Collectives
+from zero3.ranks.tables import Tables
 
 
 def shortage(
-    nbytes: int, device: torch.device, collectives: Collectives | None, local_size: int, purpose: str
+    nbytes: int, device: torch.device, tables: Tables | None, local_size: int, purpose: str
 ) -> tuple[int, int] | None:
     """The bytes needed and free on the first rank without room for its ``nbytes`` on ``device``; None with room on all.
 
-    ``local_size`` ranks share the host memory of a node. All ranks call this together, for ``purpose``.
+    ``local_size`` ranks share the host memory of a node. All ranks of ``tables`` call this together, for ``purpose``.
     """
     free = _free(device) // (local_size if device.type == "cpu" else 1)
     rows = [[nbytes, free]]
-    if collectives is not None:
+    if tables is not None:
         row = torch.tensor([nbytes, free], dtype=torch.int64, device="cpu")
-        rows = collectives.table(row, purpose).tolist()
+        rows = tables.table(row, purpose).tolist()
     return next(((needed, free_on_rank) for needed, free_on_rank in rows if needed > free_on_rank), None)
 
 

@@ -40,5 +40,5 @@ def test_the_error_names_both_values_and_the_rank() -> None:
     with pytest.raises(
         ConfigError, match=r"lr 0\.1 in param group 1 on rank 0, and lr 0\.2 in param group 1 on rank 2"
     ):
-        check_same(lines, 4)
-    check_same(lines[:2], 4)
+        check_same(dict(enumerate(lines)), 4)
+    check_same(dict(enumerate(lines[:2])), 4)

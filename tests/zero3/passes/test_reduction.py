@@ -54,7 +54,8 @@ class Ranks:
     row_nbytes = 0
 
     def __init__(self) -> None:
-        self.world = SimpleNamespace(rank=0, size=RANKS)
+        self.world = SimpleNamespace(partition_rank=0, partition_size=RANKS)
+        self.tables = self
         self.sent: list[tuple[str, Tensor]] = []
         self.under_way: list[tuple[Tensor, Tensor]] = []
 

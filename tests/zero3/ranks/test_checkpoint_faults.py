@@ -22,7 +22,7 @@ from zero3.building.fill import Fill
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.saving import Saver
-from zero3.ranks.collectives import Collectives
+from zero3.ranks.tables import Tables
 
 from .pool import Pool, all_ended
 from .test_checkpoint import PLACES, Masters, names_in, no_chunks, same, train, trained
@@ -86,7 +86,7 @@ def at(moment: str, end: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
     elif moment == "behind its files":
         around(Saver, "_save", no, yes)
     elif moment == "told":  # how many words each rank has, and not yet which
-        around(Collectives, "table", no, lambda self, mine, label: "save its part" in label)
+        around(Tables, "table", no, lambda self, mine, label: "save its part" in label)
     elif moment == "agreed":
         around(Checkpoints, "_together", lambda self, label, work: label.startswith("commit"), no)
     elif moment == "committed":

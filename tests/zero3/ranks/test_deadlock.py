@@ -53,6 +53,18 @@ def test_a_group_that_a_rank_never_was_in() -> None:
     assert set(deadlock.find(0, beats)) == {0, 1}
 
 
+def test_a_rank_blocks_no_group_to_which_it_does_not_belong() -> None:
+    """Rank 1 has not reached that gather, and never will; rank 2 has."""
+    beats = {
+        0: beat(("gather", 1), gather=1),
+        1: beat(("control", 1), control=1),
+        2: beat(("gather", 1), gather=1),
+    }
+    assert deadlock.find(0, beats, {"gather": (0, 2)}) == {}
+    assert deadlock.find(1, beats, {"gather": (0, 2)}) == {}, "it waits for rank 0, which waits for nobody"
+    assert set(deadlock.find(0, beats)) == {0, 1}
+
+
 def test_one_look_is_not_enough() -> None:
     """The beats may be of different moments, and one of the ranks on its way since."""
     once = {0: beat(("gather", 5), 3, gather=5), 1: beat(("control", 3), 8, gather=4)}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tests.zero3.conftest import SmallModel
 from tiering.storage.swap_space import SwapSpace
-from zero3.ranks import collectives
+from zero3.ranks import collectives, tables, watch
 
 from . import models
 from .pool import Pool
@@ -100,7 +100,8 @@ def train_slowly(rank: int, nvme: Path, seed: int, **options: Any) -> tuple[Trai
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        pauses.around_all(collectives, patch)
+        for module in (collectives, tables, watch):
+            pauses.around_all(module, patch)
         for name in ("swap_in", "swap_out"):
             patch.setattr(SwapSpace, name, pauses.around(getattr(SwapSpace, name)))
         return train(rank, nvme, build=built, **options), pauses.count

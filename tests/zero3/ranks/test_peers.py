@@ -83,6 +83,24 @@ def test_a_closed_engine_ends_only_waits_that_it_is_missing_from(together: Calla
     assert "same number of batches" in str(error)
 
 
+def test_a_group_needs_its_members_only(together: Callable[..., Together]) -> None:
+    """Ranks 0 and 2 agree without rank 1, whose end is no end of their waits. A failure of it is."""
+    them = together(3, members={"gather": (0, 2)}, patience=0.2)
+    for label in ("gather 'a'", "gather 'b'"):
+        calls = [them.call(them.ranks[rank].agree, label, group="gather") for rank in (0, 2)]
+        assert [call.result(SOON) for call in calls] == [None, None]
+    transfer = Transfer()
+    them.ranks[0].issue("gather 'c'", group="gather")
+    wait = them.call(them.ranks[0].wait, transfer, "gather 'c'", group="gather")
+    them.ranks[1].close()
+    eventually(lambda: them.ranks[0]._heartbeat.observed[1].beat.state == "closed")
+    turns = them.ranks[0]._heartbeat.turns
+    eventually(lambda: them.ranks[0]._heartbeat.turns > turns + 2)
+    assert not wait.done()
+    them.ranks[2].fail("out of disk")
+    assert "rank 2 (host" in str(refusal(wait))
+
+
 def test_the_end_of_a_program_is_told(together: Callable[..., Together]) -> None:
     them = together(2)
     call = them.wait(0, "gather 'a'")

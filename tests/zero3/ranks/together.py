@@ -57,9 +57,12 @@ class Together:
     def __init__(self, world_size: int, **settings: Any) -> None:
         store = dist.HashStore()
         self._threads = ThreadPoolExecutor(2 * world_size)
-        device = settings.pop("device", None)
+        device, members = settings.pop("device", None), settings.pop("members", {})
         limits = Limits(**{"timeout": SOON, "silence": SOON, "beat": 0.05, "patience": SOON} | settings)
-        self.ranks = [Peers(store, rank, world_size, limits, device=device) for rank in range(world_size)]
+        self.ranks = [
+            Peers(store, rank, world_size, limits, device=device, members=members)
+            for rank in range(world_size)
+        ]
         for peers in self.ranks:
             eventually(lambda peers=peers: len(peers._heartbeat.observed) == world_size - 1)
 

@@ -24,7 +24,8 @@ class LoadContext:
     ``initialize`` replaces. With ``strict`` a value of the file that differs from its argument is refused, if the
     arguments belong to the file: it has an "auto", or they are a ``TrainingArguments``. With ``for_trainer`` a trainer
     fills in each argument that ``arguments``, then a mapping, does not have. ``sequence_ranks`` is the number of ranks
-    that share a sequence in the mesh that was passed to ``initialize``, None without one.
+    that share a sequence in the mesh that was passed to ``initialize``, None without one, and ``model_ranks`` of those
+    that hold parts of one model.
     """
 
     hidden_size: int | None = None
@@ -34,6 +35,7 @@ class LoadContext:
     strict: bool = True
     for_trainer: bool = False
     sequence_ranks: int | None = None
+    model_ranks: int = 1
 
     def argument(self, name: str) -> Any:
         """The trainer's argument ``name``, or None."""

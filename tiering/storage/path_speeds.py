@@ -5,7 +5,10 @@ move without a copy, but new extents can get a smaller part of it.
 
 Speeds are bytes per time with a transfer in flight, so a path that waits for others does not look slow. All paths
 compete for the cores and with the same transfers, so each is compared with the path that keeps most of its measured
-speed. One slow interval is a pause, as drives have; several in a row are a slow path.
+speed, among those that are in use. One slow interval is a pause, as drives have; several in a row are a slow path.
+
+The measured speed is the lower one of reads and writes. So a path with more of the other kind may have more than it:
+that counts as all of it, or a drive that reads much faster than it writes would make the others look slow.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from tiering.storage.io_stats import FileStats
 SLOW, RECOVERED = 0.6, 0.8
 # Operations of a path in an interval, for a meaningful average.
 INTERVAL_OPS = 100
+# The least share: with nothing to do, a path could not show that it has recovered.
+LEAST = 1 / 16
 # Intervals in a row after which a path is slow, or is not slow any more.
 INTERVALS = 3
 
@@ -50,10 +55,14 @@ class PathSpeed:
         self._counted = _totals(stats)
         self.recent = nbytes * 1e9 / busy
 
+    @property
+    def part(self) -> float:
+        """The part of the measured speed that it had in the last interval, at most all of it."""
+        return min(1.0, (self.recent or 0.0) / self.measured)
+
     def judge(self, best: float) -> bool:
         """Whether it has become slow, or is not slow any more, if the ``best`` path has this part of its speed."""
-        assert self.recent is not None
-        part = self.recent / self.measured / best
+        part = max(LEAST, self.part / best)
         if self.is_slow:
             differs = part >= RECOVERED
             self.share = self.share if differs else min(part, RECOVERED)
@@ -82,13 +91,17 @@ class PathSpeeds:
         current = {each.name: each for each in stats if each.name in self.paths}
         if len(current) < max(2, len(self.paths)):
             return []
-        pending = [self.paths[name].pending(each) for name, each in current.items()]
-        if any(ops < INTERVAL_OPS or not busy for ops, _, busy in pending):
-            return []
+        used: list[str] = []
         for name, each in current.items():
-            self.paths[name].end_interval(each)
-        best = max((path.recent or 0.0) / path.measured for path in self.paths.values())
-        return [name for name, path in self.paths.items() if best and path.judge(best)]
+            ops, _, busy = self.paths[name].pending(each)
+            # Others may have nothing to do: an optimizer's state may have paths of its own, and be in memory.
+            used += [name] if ops >= INTERVAL_OPS and busy else []
+        if len(used) < 2:
+            return []
+        for name in used:
+            self.paths[name].end_interval(current[name])
+        best = max(self.paths[name].part for name in used)
+        return [name for name in used if best and self.paths[name].judge(best)]
 
     def share(self, name: str) -> float:
         """The part of its measured speed that a path has; 1 for one that was not measured."""

@@ -186,7 +186,9 @@ class Tiers:
 
     def _in_order_of_use(self) -> Iterator[Buffer]:
         """The memory of the arenas: the windows that transfers pass through, each alone, then what they leave."""
-        windows = [arena for arena in self._arenas if arena not in (self.host, self.device_arena)]
+        # The kernel transfers no memory of a GPU.
+        arenas = [arena for arena in self._arenas if not isinstance(arena, DeviceSlab)]
+        windows = [arena for arena in arenas if arena not in (self.host, self.device_arena)]
         yield from windows
         for arena in (self.host, self.device_arena):
             end = arena.address + arena.capacity

@@ -162,10 +162,10 @@ int64_t aio_register_buffer(aio_context *context, void *address, uint64_t nbytes
  * zeros; a read drops the bytes after nbytes, and the file may end there.
  *
  * after: tickets that must be done before this request is issued. If one of them failed, this request fails with
- * -ECANCELED: a read ordered after a failed write never returns stale bytes. A released ticket does not delay or
- * fail the request, so keep a failed ticket as long as a request may be ordered after it. A number that was
- * never a ticket is -EINVAL. Priorities do not change this order: requests that an urgent request waits for get
- * its priority.
+ * -ECANCELED: a read ordered after a failed write never returns stale bytes. A write goes on after a read that
+ * failed by itself, for which it only had to wait. A released ticket does not delay or fail the request, so keep a
+ * failed ticket as long as a request may be ordered after it. A number that was never a ticket is -EINVAL.
+ * Priorities do not change this order: requests that an urgent request waits for get its priority.
  *
  * AIO_FLUSH ignores data, offset and nbytes; it covers the writes that were done when it is issued, so name
  * other writes in after. -ESHUTDOWN: the context is closed. -ENOMEM, -EAGAIN: out of memory, or a million

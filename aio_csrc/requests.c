@@ -112,11 +112,12 @@ void aio_request_dequeue(struct request *request)
     request->next = request->previous = NULL;
 }
 
-/* Whether requests after a done request may be issued: it succeeded, or it is a read that only aio_cancel ended. */
-static bool is_harmless(const struct request *request)
+/* Whether the dependent may be issued after a done request: that succeeded, or it is a read by whose own failure
+ * nothing is lost: aio_cancel ended it, or the dependent writes and only had to wait until the read is over. */
+static bool is_harmless(const struct request *request, const struct request *dependent)
 {
-    bool canceled_read = request->canceled && request->kind == AIO_READ && !request->poisoned;
-    return request->result >= 0 || canceled_read;
+    bool own_failure = request->kind == AIO_READ && !request->poisoned;
+    return request->result >= 0 || (own_failure && (request->canceled || dependent->kind == AIO_WRITE));
 }
 
 /* Remove the edge from the list of its dependent. */
@@ -147,7 +148,7 @@ static void finish(aio_context *context, struct request *request, int64_t result
         next = edge->next_dependent;
         unlink_edge(edge);
         free(edge);
-        dependent->poisoned |= !is_harmless(request);
+        dependent->poisoned |= !is_harmless(request, dependent);
         if (--dependent->n_pending == 0) {
             dependent->next = *work;
             *work = dependent;
@@ -323,7 +324,7 @@ static int order_after(aio_context *context, struct request *request, const int6
         if (!earlier)
             continue;
         if (earlier->state == REQUEST_DONE) {
-            request->poisoned |= !is_harmless(earlier);
+            request->poisoned |= !is_harmless(earlier, request);
             continue;
         }
         struct edge *edge = spare;

@@ -67,14 +67,17 @@ class Request:
             for own, other in product(self.pieces, pieces)
         )
 
-    @property
-    def poisons(self) -> bool:
-        """Whether what is ordered behind it must not be issued: not for a read that was merely taken back."""
-        return self.result < 0 and not (self.cancelled and self.kind == "read" and not self.poisoned)
+    def poisons(self, later: Request) -> bool:
+        """Whether ``later``, which is ordered behind it, must not be issued: not for a read that was merely taken back.
+
+        A write only had to wait for a read, which may have failed.
+        """
+        by_itself = self.kind == "read" and not self.poisoned
+        return self.result < 0 and not (by_itself and (self.cancelled or later.kind == "write"))
 
     @property
     def poisoned(self) -> bool:
-        return any(earlier.poisons for earlier in self.after)
+        return any(earlier.poisons(self) for earlier in self.after)
 
 
 class Content:

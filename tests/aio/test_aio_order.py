@@ -78,6 +78,30 @@ def test_a_failed_write_poisons_what_comes_after(
     assert context.stats()[file].read.ops == context.stats()[file].flush.ops == 0
 
 
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_write_goes_on_after_a_read_that_failed(
+    open_context: Any, swap_file: Any, memory: Any, failure: Any, collected: bool
+) -> None:
+    """It only had to wait for it. What reads after that read does not."""
+    context = open_context(Fault("read", count=3, error=errno.EIO))  # it is tried three times
+    file = context.add_file(swap_file(), direct=True, name="swap")
+    written(context, file, memory(OLD))
+    failed = context.read(file, memory(BLOCK), 0, BLOCK)
+    if collected:
+        assert failure(failed.wait)[0] == errno.EIO
+    write = context.write(file, memory(NEW), 0, BLOCK, after=[failed])
+    read = context.read(file, memory(BLOCK), 0, BLOCK, after=[failed])
+    assert write.wait() == BLOCK
+    assert failure(read.wait)[0] == errno.ECANCELED
+    assert failure(failed.wait)[0] == errno.EIO
+    back = memory(BLOCK)
+    context.read(file, back, 0, BLOCK, after=[write]).wait()
+    assert back.bytes() == NEW[:BLOCK]
+    # A read that was not issued may have had to wait for a write that failed.
+    behind = context.write(file, memory(OLD), 0, BLOCK, after=[read])
+    assert failure(behind.wait)[0] == errno.ECANCELED
+
+
 def test_a_failure_poisons_after_it_was_collected(
     open_context: Any, swap_file: Any, memory: Any, failure: Any
 ) -> None:

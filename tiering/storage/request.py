@@ -196,6 +196,10 @@ class Request:
         """The address of the buffer in C."""
         return ffi.NULL if self.buffer is None else ffi.cast(_POINTER, self.buffer.address)
 
+    def only_waits_for(self, earlier: Request) -> bool:
+        """Whether it is a write that has to wait for the read ``earlier``, and goes on after that one's failure."""
+        return self.kind == lib.AIO_WRITE and earlier.kind == lib.AIO_READ and earlier in self.after
+
     def as_vector(self) -> Pieces:
         """The pieces of its buffer."""
         if self.vector:

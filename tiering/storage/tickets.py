@@ -461,7 +461,7 @@ class Transfers:
             if earlier.result == -errno.ECANCELED:
                 suspects.extend(set(earlier.after) - visited)
                 visited.update(earlier.after)
-            elif earlier.result is not None and earlier.result < 0 and not _only_waits(request, earlier):
+            elif earlier.result is not None and earlier.result < 0 and not request.only_waits_for(earlier):
                 return self.failure(earlier, -earlier.result)
         return None
 
@@ -494,8 +494,3 @@ class Transfers:
                 self.collect(request, 0)
         for request in unreported:
             self._raise_unreported(request)
-
-
-def _only_waits(request: Request, earlier: Request) -> bool:
-    """Whether ``request`` is a write that had to wait for the read ``earlier``, and goes on after its failure."""
-    return request.kind == lib.AIO_WRITE and earlier.kind == lib.AIO_READ and earlier in request.after

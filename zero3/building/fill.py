@@ -230,10 +230,8 @@ class Fill:
         self, source: Source, dtype: torch.dtype, first: int, numel: int, name: str
     ) -> Tensor:
         assert self._collectives is not None
-        if self._collectives.tables.rank == 0:
-            values = source.read(first, numel)
-        else:
-            values = torch.empty(numel, dtype=dtype, device="cpu")
+        is_first = self._collectives.tables.rank == 0
+        values = source.read(first, numel) if is_first else torch.empty(numel, dtype=dtype, device="cpu")
         # Returns when the values have left that rank, whose source may then reuse its memory.
         self._collectives.tables.broadcast(values, 0, f"send the first values of {name!r}")
         return values

@@ -185,16 +185,14 @@ class Tiers:
             )
 
     def _in_order_of_use(self) -> Iterator[Buffer]:
-        """The memory of the arenas: the windows that transfers pass through, each alone, then what they leave."""
-        # The kernel transfers no memory of a GPU.
-        arenas = [arena for arena in self._arenas if not isinstance(arena, DeviceSlab)]
-        windows = [arena for arena in arenas if arena not in (self.host, self.device_arena)]
+        """The host memory of arenas: the windows of transfers, each alone, at their start without gaps; then the rest."""
+        apart = (self.host, self.device_arena)
+        windows = [each for each in self._arenas if each not in apart and not isinstance(each, DeviceSlab)]
         yield from windows
-        for arena in (self.host, self.device_arena):
+        for arena in apart:
             end = arena.address + arena.capacity
-            # The windows were taken from an empty arena, so they lie at its start without gaps.
-            inside = [window for window in windows if arena.address <= window.address < end]
-            rest = max((window.address + window.nbytes for window in inside), default=arena.address)
+            ends = [each.address + each.nbytes for each in windows if arena.address <= each.address < end]
+            rest = max(ends, default=arena.address)
             yield BufferPart(arena, rest, end - rest)
 
     def home(

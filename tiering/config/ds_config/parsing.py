@@ -409,8 +409,7 @@ class ConfigReading:
         elif self.world_size % ranks:
             self._refuse(key, f"does not divide the {counted(self.world_size, 'rank')} of this run")
         else:
-            self.values["sequence_ranks"] = (key, ranks)
-            self.values["model_ranks"] = (key, self.context.model_ranks)
+            self.values |= {"sequence_ranks": (key, ranks), "model_ranks": (key, self.context.model_ranks)}
             self.data_ranks = self.world_size // (ranks * self.context.model_ranks)
         if (entry := self.entries.get("data_parallel_size")) and entry.value not in (None, self.data_ranks):
             self._refuse(entry.key, f"the number of ranks that load different data is {self.data_ranks} here")

@@ -185,7 +185,7 @@ class Tiers:
             )
 
     def _in_order_of_use(self) -> Iterator[Buffer]:
-        """The host memory of arenas: the windows of transfers, each alone, at their start without gaps; then the rest."""
+        """The host memory of arenas: the windows of transfers, at their start without gaps, each alone; the rest."""
         apart = (self.host, self.device_arena)
         windows = [each for each in self._arenas if each not in apart and not isinstance(each, DeviceSlab)]
         yield from windows

@@ -239,12 +239,17 @@ def test_a_run_that_loads_a_checkpoint_of_another_one_goes_on_with_its_snapshots
     assert inspect(saved / "snapshot").whole
 
 
+@pytest.mark.parametrize("exclude_frozen", [False, True])
 def test_a_snapshot_that_is_replaced_while_it_is_opened_is_not_loaded(
-    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclude_frozen: bool
 ) -> None:
-    """Another run goes on from it and makes another one, in the same files, before this one can lock these."""
+    """Another run goes on from it and makes another one, in the same files, before this one can lock these.
+
+    Without frozen parameters, all files that are opened then are these.
+    """
     make, saved = begin(**MIXED), tmp_path / "saved"
     engine, losses = snapshotted(make, saved)
+    engine.snapshot_state(saved, exclude_frozen_parameters=exclude_frozen)
     engine.close()
     together: Callable[..., Any] = Opener._together
     waiting = ["open its files"]
@@ -255,7 +260,7 @@ def test_a_snapshot_that_is_replaced_while_it_is_opened_is_not_loaded(
             other = make()
             other.load_checkpoint(saved)
             losses.extend(train(other, range(SAVE_AT, SAVE_AT + 1)))
-            other.snapshot_state(saved)
+            other.snapshot_state(saved, exclude_frozen_parameters=exclude_frozen)
             other.close()
         return together(opener, purpose, work)
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.zero3.resuming import MIXED, STREAMED, Left, straight, tokens, train
 from tiering.checkpoint import directory
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.inspection import inspect
+from tiering.checkpoint.manifest import MANIFEST, Manifest
 from tiering.checkpoint.run_lock import LOCK
 from tiering.errors import CheckpointError
 from tiering.storage import swap_file
@@ -239,17 +241,12 @@ def test_a_run_that_loads_a_checkpoint_of_another_one_goes_on_with_its_snapshots
     assert inspect(saved / "snapshot").whole
 
 
-@pytest.mark.parametrize("exclude_frozen", [False, True])
 def test_a_snapshot_that_is_replaced_while_it_is_opened_is_not_loaded(
-    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclude_frozen: bool
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run goes on from it and makes another one, in the same files, before this one can lock these.
-
-    Without frozen parameters, all files that are opened then are these.
-    """
+    """Another run goes on from it and makes another one, in the same files, before this one can lock these."""
     make, saved = begin(**MIXED), tmp_path / "saved"
     engine, losses = snapshotted(make, saved)
-    engine.snapshot_state(saved, exclude_frozen_parameters=exclude_frozen)
     engine.close()
     together: Callable[..., Any] = Opener._together
     waiting = ["open its files"]
@@ -260,7 +257,7 @@ def test_a_snapshot_that_is_replaced_while_it_is_opened_is_not_loaded(
             other = make()
             other.load_checkpoint(saved)
             losses.extend(train(other, range(SAVE_AT, SAVE_AT + 1)))
-            other.snapshot_state(saved, exclude_frozen_parameters=exclude_frozen)
+            other.snapshot_state(saved)
             other.close()
         return together(opener, purpose, work)
 
@@ -270,3 +267,28 @@ def test_a_snapshot_that_is_replaced_while_it_is_opened_is_not_loaded(
     assert engine.global_steps == SAVE_AT + 1
     outcome = Left.by(engine, losses + train(engine, range(SAVE_AT + 1, STEPS)))
     assert outcome.differences(straight(make, STEPS)) == []
+
+
+def test_what_was_replaced_before_its_files_were_locked_is_looked_for_again(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if all files of the one that was found can still be opened: here only the record is another one."""
+    make, saved = begin(**MIXED), tmp_path / "saved"
+    engine, _ = snapshotted(make, saved)
+    engine.close()
+    together: Callable[..., Any] = Opener._together
+
+    opened = []
+
+    def record_another(opener: Opener, purpose: str, work: Callable[[], Any]) -> Any:
+        if purpose == "open the checkpoint":
+            opened.append(Manifest.read(saved / "snapshot").save)
+        if purpose == "look whether it is still there":
+            other = replace(Manifest.read(saved / "snapshot"), save="another")
+            (saved / "snapshot" / MANIFEST).unlink()
+            other.write(saved / "snapshot")
+        return together(opener, purpose, work)
+
+    monkeypatch.setattr(Opener, "_together", record_another)
+    make().load_checkpoint(saved)
+    assert opened[1:] == ["another"]
